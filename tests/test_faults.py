@@ -2,9 +2,10 @@
 
 REFUSED is found before anything is compiled or written; HAPPENS comes in the middle of a run, and FILES is what a
 checkpoint may hold. Each row is a run of its own, in this process where no other one is the point. Rows that have a
-test beside what they are about are there: values of keys in test_run.py, damaged shards in test_shards.py, damaged
-saves, signals, kills and a full disk under a save in test_checkpoints.py, pipes and terminals in test_console.py, sums that
-are not finite in test_precision.py, ranks that differ or die in test_ranks.py, texts in test_data_scripts.py.
+test beside what they are about are there: values of keys and absent shards in test_run.py, damaged shards in
+test_shards.py, damaged saves, signals, kills and a full disk under a save in test_checkpoints.py, pipes and terminals in
+test_console.py, sums that are not finite in test_precision.py, ranks that differ or die in test_ranks.py, texts in
+test_data_scripts.py.
 """
 import errno
 import math
@@ -81,10 +82,7 @@ REFUSED = [
             prepare=instead(FIRST, lambda path: write_shard(path, documents(6000), magic=5))),
     Refused("shard: tokens of another kind", f"{FIRST} holds tokens of the kind gpt2, .*--tokens=bytes",
             prepare=instead(FIRST, lambda path: write_shard(path, [50256, *[40_000] * 5999]))),
-    Refused("shards: none there", "no train shards .* in /.*data/pydocs; check the path, or get them: ./run.sh",
-            {"data_dir": "data/pydocs"}),
     Refused("log: a device", "nothing can be written to /dev/full ", {"log_dir": "/dev/full"}),
-    Refused("log: a fifo", "nothing can be written to pipe ", {"log_dir": "pipe"}, instead("pipe", os.mkfifo)),
     Refused("save: none there", "nowhere is missing, .*; leave --resume out", {"resume": "nowhere"}),
     Refused("save: weights alone", "old.pt holds no save; leave --resume out", {"resume": "old.pt"}),
 ]

@@ -156,21 +156,6 @@ def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, mon
         check_data(c)
 
 
-def test_absent_shards_are_named_with_what_gets_them(folder):
-    (folder / "fineweb_val_000000.bin").unlink()  # without those of training: test_faults.py
-    with pytest.raises(BadInput) as error:
-        check_data(config(folder))
-    for part in ("no val shards", "*_val_*.bin", str(folder), "./run.sh", "data/prepare.py"):
-        assert part in str(error.value)
-
-
-def test_bytes_for_a_model_of_gpt2s_tokens_are_named_for_what_they_are(folder):
-    with pytest.raises(BadInput) as error:  # the other way round: test_faults.py
-        check_data(config(folder, vocab_size=50304))
-    for part in ("fineweb_train_000000.bin holds tokens of the kind bytes", "--vocab_size=50304 wants gpt2", "--tokens=gpt2"):
-        assert part in str(error.value)
-
-
 def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_read(folder):
     model = t.GPT(config(folder), CPU)
     text = torch.tensor(documents(257)).clamp(max=383).to(torch.uint16)[None]  # 383 stands for the separator
