@@ -163,13 +163,6 @@ def test_a_run_goes_on_with_its_time_and_its_lost_targets_and_leaves_a_copy_of_a
     assert [defect["what"] for defect in log.facts["defect"]] == [defect["what"] for defect in whole.facts["defect"]] != []
 
 
-def test_a_loaded_model_knows_after_how_many_steps_it_was_kept(corpus, tmp_path, monkeypatch):
-    losses = iter([5.0, 3.0, 4.0, 4.0])
-    monkeypatch.setattr(t, "validate", lambda *_: next(losses))
-    assert run(options(corpus, tmp_path)) == 0
-    assert checkpoints.load_model(tmp_path / "model.safetensors", "cpu", t).trained_steps == 2
-
-
 def test_a_run_whose_weights_found_no_room_says_so_at_its_end(corpus, tmp_path, monkeypatch, capfd):
     def write(path, tensors, about):
         raise OSError(f"{path} cannot be written (No space left on device)")
@@ -443,7 +436,7 @@ def test_what_is_written_is_read_and_others_can_read_it_too(tmp_path):
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode, "whoever may read other files may read this one"
 
 
-def test_a_file_that_is_no_checkpoint_says_what_it_is(stopped, tmp_path, capfd):
+def test_a_file_that_is_no_checkpoint_or_fits_no_model_says_what_it_is(stopped, tmp_path, capfd):
     path, save = tmp_path / "model.safetensors", the_save(stopped)
     shutil.copy(stopped / "model.safetensors", path)
     size = path.stat().st_size
@@ -451,16 +444,20 @@ def test_a_file_that_is_no_checkpoint_says_what_it_is(stopped, tmp_path, capfd):
     save_file({"a": torch.ones(2)}, foreign)
     torch.save({"weights": {}}, tmp_path / "old.pt")
     (tmp_path / "text.txt").write_text("Once upon a time")
-    other = "is missing, cut off, or no file of this program"
-    cases = [(path, size - 1, other), (path, 0, other), (tmp_path, None, "is a folder; name a file"), (foreign, None, "holds no weights; name a file"),
+    configs = {"schedule": {"schedule": "long"}, "width": {"model_dim": -5}, "rows": {"ngram_rows": 8}}
+    for name, config in configs.items():
+        checkpoints.write(tmp_path / name, WEIGHTS, GOOD | {"config": config | {"num_layers": 4}})
+    other = "{} is missing, cut off, or no file of this program"
+    cases = [(path, size - 1, other), (path, 0, other), (tmp_path, None, "{} is a folder; name a file"), (foreign, None, "{} holds no weights; name a file"),
              (tmp_path / "old.pt", None, other), (tmp_path / "text.txt", None, other), (tmp_path / "nothing", None, other),
-             (save, None, "holds no weights; name a file")]
+             (save, None, "{} holds no weights; name a file"), (tmp_path / "schedule", None, "--schedule=long is none of"),
+             (tmp_path / "width", None, "--model_dim=-5 must be at least 1"), (tmp_path / "rows", None, "{} does not fit this code; use the code of its run")]
     for file, length, part in cases:
         if length is not None:
             os.truncate(file, length)
         assert end_in_order("sample.py", sample.work, [str(file), "text"]) == 2
         out, err = capfd.readouterr()
-        assert out == "" and err.count("\n") == 1 and err.startswith(f"sample.py: {file}") and part in err, err
+        assert out == "" and err.count("\n") == 1 and err.startswith(f"sample.py: {part.format(file)}"), err
 
 
 def test_a_full_disk_leaves_the_old_weights_and_no_half_ones(tmp_path, monkeypatch):
@@ -529,12 +526,13 @@ def test_weights_of_another_train_gpt_say_so_where_they_are_loaded_and_those_of_
     assert capfd.readouterr().err == ""
 
 
-def test_the_best_trained_weights_are_kept_even_if_untrained_ones_were_better(corpus, tmp_path, monkeypatch):
+def test_the_best_trained_weights_are_kept_with_their_step_even_if_untrained_ones_were_better(corpus, tmp_path, monkeypatch):
     losses = iter([5.6, 23.4, 24.0, 25.0])
     monkeypatch.setattr(t, "validate", lambda *_: next(losses))
     assert run(options(corpus, tmp_path)) == 0
     about = checkpoints.read(tmp_path / "model.safetensors")[1]
     assert (about["step"], about["val_loss"]) == (2, 23.4)
+    assert checkpoints.load_model(tmp_path / "model.safetensors", "cpu", t).trained_steps == 2
 
 
 def test_the_first_signal_counts_a_second_control_c_ends_the_process_and_what_is_ignored_stays_so(monkeypatch):
