@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, one_group, optimizer_of, read, training_loss, untrained
+from test_kernels import normal
 
 import train_gpt as t
 from nanogpt import candidates, masks, past
@@ -53,10 +54,6 @@ def tokens_of(starts, length=T, seed=0):
 def documents_of(begins):
     """The number of starts up to and including each token, as the model counts them."""
     return begins.cumsum(0, dtype=torch.int32)
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 # ---------------------------------------------------------------------------------------------------- attention

@@ -19,15 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import optimizer_of, read, used_rows
+from test_kernels import normal
 from torch import multiprocessing
 
 import train_gpt as t
 from nanogpt import checkpoints, past, ranks, tables
 from nanogpt.batches import Batch
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def rates_of(lr, decay, beta1, beta2=0.0, correction=0.0):
