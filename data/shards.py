@@ -188,9 +188,7 @@ def ahead(items: Iterator) -> Iterator:
 # order: in that of the text, the model would adapt to the passage that it has just read
 # (records/TRIED.md).
 #
-# In what follows `c` is train_gpt.Config. Of it this file uses seq_len (inputs of a sequence, which
-# has one token more, the last target), vocab_size, epochs (how many times all shards are read),
-# cut_documents, and longest_document (tokens that are read of a document, if it may be cut).
+# In what follows `c` is train_gpt.Config, which says what its keys mean.
 
 Pieces = list[slice]  # a sequence: what it takes of its shard's tokens
 Plan = Sequence[int]  # of each step: sequences in its batch

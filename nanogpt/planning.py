@@ -4,10 +4,8 @@
 of each step's batch; it follows from the configuration by rules that stand in train_gpt.py.
 
 What is given is laid over the values of the save that --resume means, over a preset, or over what
-fits a text. A run is fitted for somebody who brings any text and should not have to work out the
-rest. Its preset follows from the kind and the amount of text, its sequences and its validation from
-how long the text is, its steps from a budget of minutes or from the text. (Other runs need a
-certain amount of text and refuse less.)
+fits a text. A run is fitted (`fit`) for somebody who brings any text and should not have to work
+out the rest. (Other runs need a certain amount of text and refuse less.)
 """
 import dataclasses
 import math
