@@ -84,6 +84,13 @@ def run(*command, timeout=100, **options):
     return CompletedProcess(command, status, process.out(), process.err())
 
 
+def write_driver(path, changes):
+    """A script that makes these changes to train_gpt, which it calls t, and then trains. Returns its path."""
+    path.write_text(f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as t\n{changes}\n"
+                    "sys.exit(t.main(sys.argv[1:]))\n")
+    return path
+
+
 def run_ranks(world_size, *command, timeout=100):
     """As many ranks with one command line, with the variables that torchrun gives them, all to their end."""
     place = dict(WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())

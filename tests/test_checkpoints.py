@@ -17,7 +17,7 @@ import processes
 import pytest
 import torch
 from conftest import ROOT, arguments, documents, write_shard
-from processes import TORCHRUN, Process, run_ranks
+from processes import TORCHRUN, Process, run_ranks, write_driver
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -203,12 +203,13 @@ def test_a_run_that_is_killed_while_it_saves_ends_as_if_it_had_not_been(corpus, 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     changes = dict(num_steps=9, val_interval=3, save_every=1e-6)
     assert run(options(corpus, whole, **changes)) == 0
-    driver = tmp_path / "driver.py"
-    driver.write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-                      "import train_gpt as t\nfrom nanogpt import checkpoints\nsave_file = checkpoints.save_file\n"
-                      "def save_and_die(tensors, path, header):\n    save_file(tensors, path, header)\n"
-                      "    if header['step'] == '5' and '.saved' in path.name: os.kill(os.getpid(), 9)\n"
-                      "checkpoints.save_file = save_and_die\nsys.exit(t.main(sys.argv[1:]))\n")
+    driver = write_driver(tmp_path / "driver.py", """
+save_file = t.checkpoints.save_file
+def save_and_die(tensors, path, header):
+    save_file(tensors, path, header)
+    if header["step"] == "5" and ".saved" in path.name:
+        os.kill(os.getpid(), 9)
+t.checkpoints.save_file = save_and_die""")
     assert Process(driver, *options(corpus, parts, **changes)).wait() == -signal.SIGKILL
     assert len([*parts.glob("*.saved*")]) == 2 and saved_step(parts) == 4
     assert run(["--resume", f"--log_dir={parts}"]) == 0
@@ -221,12 +222,13 @@ def killed(corpus, tmp_path_factory):
     which they were killed after a save."""
     changes = dict(dtype="float64", num_steps=6, val_interval=0, vocab_size=385, ngram_rows=501,
                    head_every_second=True, average_frac=1.0, save_every=1e-6)
-    driver = tmp_path_factory.mktemp("drivers") / "driver.py"
-    driver.write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as t\nstep = t.train_step\n"
-                      "def step_or_die(model, optimizer, batch, number, *rest, **named):\n"
-                      "    if t.STOP.in_steps and number == 5: os._exit(9)\n"
-                      "    return step(model, optimizer, batch, number, *rest, **named)\n"
-                      "t.train_step = step_or_die\nsys.exit(t.main(sys.argv[1:]))\n")
+    driver = write_driver(tmp_path_factory.mktemp("drivers") / "driver.py", """
+step = t.train_step
+def step_or_die(model, optimizer, batch, number, *rest, **named):
+    if t.STOP.in_steps and number == 5:
+        os._exit(9)
+    return step(model, optimizer, batch, number, *rest, **named)
+t.train_step = step_or_die""")
 
     @functools.cache
     def run_both(ranks):
@@ -273,10 +275,7 @@ def test_an_older_save_stays_when_the_disk_is_full(corpus, tmp_path, monkeypatch
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
     limit = 2**21  # bytes of a file: enough for a log, too few for a save
-    driver = tmp_path / "driver.py"
-    driver.write_text(f"import resource, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
-                      f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-                      "sys.exit(train_gpt.main(sys.argv[1:]))\n")
+    driver = write_driver(tmp_path / "driver.py", f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))")
     large_saves = dict(ngram_rows=20_000, save_every=0.0001, save_checkpoint="")
     found = processes.run(driver, *options(corpus, tmp_path, **large_saves))
     assert found.returncode == 0 and found.stderr, found.stderr

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import processes
 import pytest
 import torch
-from conftest import ROOT, arguments, documents, write_shard
-from processes import TORCHRUN
+from conftest import arguments, documents, write_shard
+from processes import TORCHRUN, write_driver
 
 import train_gpt as t
 from nanogpt import checkpoints, faults, process
@@ -211,9 +211,6 @@ def test_a_fault_during_the_run_is_one_sentence_and_what_was_good_is_kept(row, p
 
 
 DRIVER = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import train_gpt as t
 forward_backward = t.forward_backward
 steps = []
 def spoilt(*args, **options):
@@ -221,16 +218,15 @@ def spoilt(*args, **options):
     steps.append(t.STOP.in_steps)
     return loss * float("nan") if sum(steps) == 9 and os.environ["RANK"] == "1" else loss, gradients
 t.forward_backward = spoilt
-sys.exit(t.main(sys.argv[2:]))
 """
 
 
 def test_two_ranks_end_together_when_the_loss_of_one_goes_wrong(place):
-    (place / "driver.py").write_text(DRIVER)
+    driver = write_driver(place / "driver.py", DRIVER)
     keys = arguments(data_dir="data", log_dir="logs", num_steps=8, save_checkpoint="new.pt", micro_tokens=256,
                      save_every=1e-6)
     begin = time.monotonic()
-    found = processes.run(*TORCHRUN, "--nproc_per_node=2", "driver.py", ROOT, *keys, cwd=place)
+    found = processes.run(*TORCHRUN, "--nproc_per_node=2", driver, *keys, cwd=place)
     ours = [line for line in found.stderr.splitlines() if line.startswith("train_gpt.py: ")]
     assert found.returncode != 0 and time.monotonic() - begin < 60, found.stderr
     assert ours == ["train_gpt.py: the training loss is nan at step 5, all weights are finite: an activation overflowed" + LOWER]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, arguments, documents, write_shard
-from processes import STDOUT, TORCHRUN, Process, run
+from processes import STDOUT, TORCHRUN, Process, run, write_driver
 
 from nanogpt import ranks
 from nanogpt.ranks import BadInput
@@ -46,12 +46,11 @@ def test_bad_input_is_one_sentence_and_ends_all(fault, pattern, corpus, tmp_path
     if fault in ("cut", "another"):
         write_shard(own / "fineweb_train_000002.bin", documents(6000, 9), count=7000 if fault == "cut" else 6000)
     words = {"setting": "--muon_lr=0.5", "all": "--num_stepz=3"}.get(fault, f"--data_dir={own}")
-    driver = tmp_path / "driver.py"
-    driver.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
-        f"train_gpt.SOURCE += b'# edited\\n' if os.environ['RANK'] == '1' and {fault == 'code'} else b''\n"
-        f"more = [{words!r}] if os.environ['RANK'] == '1' or {fault == 'all'} else []\n"
-        "sys.exit(train_gpt.main(sys.argv[1:] + more))\n")
+    driver = write_driver(tmp_path / "driver.py", f"""
+if os.environ["RANK"] == "1" and {fault == "code"}:
+    t.SOURCE += b"# edited\\n"
+if os.environ["RANK"] == "1" or {fault == "all"}:
+    sys.argv.append({words!r})""")
     begin = time.monotonic()
     # torchrun ends a rank that waits while another has spoken
     process = run(*TORCHRUN, "--nproc_per_node=2", driver,
