@@ -528,6 +528,25 @@ def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_a
     assert error.abs() < 3 * deviation / 500**0.5
 
 
+@pytest.mark.parametrize("number", [40, 41, 100])  # targets only, one more, many more
+@pytest.mark.parametrize("zeros", [slice(None), slice(100, 101), slice(0, 1)], ids=["all", "a token", "a target"])
+def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros):
+    """torch.rand is 0 once in 2^24 draws, and a priority is a size over a draw."""
+    torch.manual_seed(0)
+    counts = torch.randint(0, 10_000, (300,)).float()
+    targets = torch.randperm(80)[:40].repeat(3)
+    is_target = torch.zeros(300, dtype=torch.bool).index_fill_(0, targets, True)
+    draws = torch.rand(300)
+    draws[zeros] = 0
+    chosen, bias, places = (x[0] for x in candidates.choose(number, is_target[None], counts[None], draws[None]))
+    places = places[targets]
+    assert len(set(chosen.tolist())) == len(chosen) == number
+    assert torch.equal(chosen[places], targets), "each target is chosen"
+    assert not bias[places].any(), "a target stands for itself"
+    assert bias.isfinite().all() and (bias >= 0).all()
+    assert bias.max() < math.log(2**25 * 10_000), "nobody stands for as many as a target's size"
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-head", "nvfp4"])
 def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_and_validates_with_all_of_it(precision):
     model = tiny(precision=precision, dtype="float32", candidates=192, vocab_size=384, num_layers=1, model_dim=64,

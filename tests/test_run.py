@@ -329,17 +329,14 @@ def test_a_rank_without_torchrun_is_one_sentence(monkeypatch, corpus, tmp_path, 
     assert "WORLD_SIZE" in sentence and "torchrun" in sentence
 
 
-@pytest.mark.parametrize("kind", ["gpu", "gpu in a recording", "cpu"])
-def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, capfd):
+@pytest.mark.parametrize("recorded", [False, True])
+def test_too_little_memory_of_a_gpu_is_one_sentence_with_the_remedy(recorded, monkeypatch, capfd):
     def train(c, at_end):
-        if kind == "cpu":
-            torch.empty(2**50)
-        if kind == "gpu":
+        try:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
-        try:  # in a recording, whose end fails, too, and hides the first error
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB. And much more.")
         finally:
-            raise RuntimeError("capturing stream has unjoined work")
+            if recorded:  # the end of the recording fails, too, and hides the first error
+                raise RuntimeError("capturing stream has unjoined work")
 
     monkeypatch.setattr(t, "train", train)
     sentence = refused(capfd, arguments())
@@ -368,25 +365,6 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them(monkeypa
     for name, values in t.PRESETS.items():
         laid_over = dataclasses.asdict(t.Config()) | values | {"preset": name} | t.ON_CPU
         assert dataclasses.asdict(t.parse_config([f"--preset={name}"])) == laid_over
-
-
-@pytest.mark.parametrize("number", [40, 41, 100])  # targets only, one more, many more
-@pytest.mark.parametrize("zeros", [slice(None), slice(100, 101), slice(0, 1)], ids=["all", "a token", "a target"])
-def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros):
-    """torch.rand is 0 once in 2^24 draws, and a priority is a size over a draw."""
-    torch.manual_seed(0)
-    counts = torch.randint(0, 10_000, (300,)).float()
-    targets = torch.randperm(80)[:40].repeat(3)
-    is_target = torch.zeros(300, dtype=torch.bool).index_fill_(0, targets, True)
-    draws = torch.rand(300)
-    draws[zeros] = 0
-    chosen, bias, places = (x[0] for x in candidates.choose(number, is_target[None], counts[None], draws[None]))
-    places = places[targets]
-    assert len(set(chosen.tolist())) == len(chosen) == number
-    assert torch.equal(chosen[places], targets), "each target is chosen"
-    assert not bias[places].any(), "a target stands for itself"
-    assert bias.isfinite().all() and (bias >= 0).all()
-    assert bias.max() < math.log(2**25 * 10_000), "nobody stands for as many as a target's size"
 
 
 # ---------------------------------------------------------------------------------------------------- compilation
