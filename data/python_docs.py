@@ -21,8 +21,11 @@ def is_prose(paragraph: str) -> bool:
 
 
 def source_prose(source: str) -> str:
-    """The docstrings and the blocks of comments in a Python source, nearly in their order there.
-    Raises SyntaxError and ValueError."""
+    """The docstrings and the blocks of comments in a Python source, in the order they stand there.
+    (Only a comment right below a docstring of one line may come before it.)
+
+    Raises SyntaxError and ValueError.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about invalid escapes in the source
         tree = ast.parse(source)
