@@ -450,8 +450,8 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
 
 class Setting(NamedTuple):
     """What a step of the schedule says about attention (how far it sees, how fast positions turn
-    queries and keys, how large its scores are) and about the loss."""
-    windows: dict[str, int]  # "long" and "short", in blocks
+    queries and keys, how large its scores are) and about the loss. A CUDA graph fixes all of it."""
+    windows: tuple[int, int]  # the long one and the short one, in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
     second_weight: float = 0.0  # as in Stage
@@ -1013,14 +1013,14 @@ class GPT(nn.Module):
         make_masks = masks.sdpa_masks
         if self.flex:
             make_masks = partial(masks.flex_masks, make_lists=self.functions.block_lists)
-        made_masks = make_masks(documents, setting.windows)
+        long_mask, short_mask = make_masks(documents, setting.windows)
         dtype = self.lm_head.dtype  # `loss_without_gradient` may have replaced the weights
         cos, sin = rotary_table(
             len(begins), setting.frequencies, c.head_dim, dtype, self.device)
         score_scale = constant(self.device, setting.score_scale)
         return [
             LayerContext(
-                cos, sin, score_scale, made_masks["long" if sees_far(i, c) else "short"],
+                cos, sin, score_scale, long_mask if sees_far(i, c) else short_mask,
                 injects[i], value_embed_at.get(i), begins if c.mix_previous else None)
             for i in range(c.num_layers)]
 
@@ -1650,7 +1650,7 @@ def setting_of(step: int, c: Config) -> Setting:
         frequencies = [rescaled(frequency, old, new) for frequency in frequencies]
         score_scale = score_scale * (1 + 0.2 * math.log(new / old))
 
-    windows = {"long": now.long_window, "short": now.short_window}
+    windows = now.long_window, now.short_window
     second_weight = now.second_weight if c.second_token else 0.0
     return Setting(windows, tuple(frequencies), score_scale, second_weight)
 
@@ -1727,11 +1727,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
-    # A CUDA graph fixes all of the setting, so all of it is the key, which can hold no dict.
-    graph_key = (*setting.windows.values(), *setting[1:])
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch.micro_batches):
-        loss, row_gradients = call(graph_key, work, (*targets, *reading))
+        loss, row_gradients = call(setting, work, (*targets, *reading))
         if i == 0:  # beside the first pass: what depends on the text alone
             model.past.remember(batch, read_once=c.epochs == 1)
             prepare_next()

@@ -69,9 +69,8 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()  # so that training and validation share one compiled graph of the lists
-def flex_masks(
-        documents: Tensor, windows: dict[str, int],
-        make_lists: Callable = block_lists) -> dict[str, BlockMask]:
+def flex_masks(documents: Tensor, windows: tuple[int, ...],
+               make_lists: Callable = block_lists) -> list[BlockMask]:
     """A mask for each of the windows, which are in blocks. `make_lists` is block_lists, compiled or
     not."""
 
@@ -79,27 +78,27 @@ def flex_masks(
         return (query >= key) & (documents[query] == documents[key])
 
     T = len(documents)
-    lists = make_lists(documents, constant(documents.device, tuple(windows.values())))
-    masks = {}
-    for i, name in enumerate(windows):
+    lists = make_lists(documents, constant(documents.device, windows))
+    masks = []
+    for i in range(len(windows)):
         of_window = [numbers[i][None, None] for numbers in lists]
-        masks[name] = BlockMask(
-            (T, T), *of_window, (BLOCK_SIZE, BLOCK_SIZE), causal_and_same_document)
+        masks.append(BlockMask(
+            (T, T), *of_window, (BLOCK_SIZE, BLOCK_SIZE), causal_and_same_document))
     return masks
 
 
-def sdpa_masks(documents: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
+def sdpa_masks(documents: Tensor, windows: tuple[int, ...]) -> list[Tensor]:
     """For each window, in blocks, which of the keys in it each block of queries sees: a bool tensor
     (n, 1, BLOCK_SIZE, window * BLOCK_SIZE)."""
-    masks = {}
+    masks = []
     queries = documents.view(-1, BLOCK_SIZE, 1)
-    for name, window in windows.items():
+    for window in windows:
         window = min(window, len(documents) // BLOCK_SIZE)
         earlier = (window - 1) * BLOCK_SIZE  # keys before the block of the queries
         keys = F.pad(documents, (earlier, 0), value=-1)
         keys = keys.unfold(0, earlier + BLOCK_SIZE, BLOCK_SIZE)  # (n, window * BLOCK_SIZE)
         same_document = queries == keys[:, None]
-        masks[name] = same_document.tril(earlier)[:, None]
+        masks.append(same_document.tril(earlier)[:, None])
     return masks
 
 

@@ -27,7 +27,7 @@ LAYOUTS = {  # positions of document starts
     "short documents": range(5, T, 37),
     "one token long": [0, 1, 2, 127, 128, 129, 639],
 }
-WINDOWS = {str(window): window for window in (1, 2, 3, 7)}  # 7 blocks are more than there are
+WINDOWS = (1, 2, 3, 7)  # 7 blocks are more than there are
 layouts = pytest.mark.parametrize("starts", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -64,9 +64,9 @@ def test_sdpa_attention_and_its_gradients_equal_a_naive_masked_softmax(starts):
     documents = documents_of(tokens_of(starts) == BOS)
     made = masks.sdpa_masks(documents, WINDOWS)
     weight = normal(T, 2, 8, seed=9)
-    for name, window in WINDOWS.items():
+    for mask, window in zip(made, WINDOWS, strict=True):
         ours, naive = ([normal(T, 2, 8, seed=i).requires_grad_() for i in range(3)] for _ in range(2))
-        y = t.attend(*ours, made[name])
+        y = t.attend(*ours, mask)
         reference = naive_attention(*naive, naive_mask(starts, window))
         torch.testing.assert_close(y, reference, rtol=1e-11, atol=1e-12)
         (y * weight).sum().backward()
@@ -80,14 +80,14 @@ def test_on_a_cpu_with_quick_bf16_attention_sees_what_the_mask_says(starts):
     documents = documents_of(tokens_of(starts) == BOS)
     for window in (1, 3):
         q, k, v = (normal(T, 2, 8, seed=i, dtype=torch.bfloat16) for i in range(3))
-        y = t.attend(q, k, v, masks.sdpa_masks(documents, {"": window})[""])
+        y = t.attend(q, k, v, *masks.sdpa_masks(documents, (window,)))
         reference = naive_attention(q.double(), k.double(), v.double(), naive_mask(starts, window))
         assert (y.double() - reference).norm() < 0.01 * reference.norm()
 
 
 def test_the_mask_of_flex_attention_is_that_of_every_pair_of_tokens():
     starts, each = [0, 200, 300, 320, 600], torch.arange(T)
-    mask = masks.flex_masks(documents_of(tokens_of(starts) == BOS), {"": 5})[""]
+    [mask] = masks.flex_masks(documents_of(tokens_of(starts) == BOS), (5,))
     assert torch.equal(mask.mask_mod(0, 0, each[:, None], each), naive_mask(starts, 5))
 
 
@@ -98,24 +98,24 @@ def test_flex_block_lists_hold_what_any_random_packing_makes_visible_in_both_dir
     starts = sorted(set(torch.randint(0, length, (count,), generator=draw).tolist()))
     documents = documents_of(tokens_of(starts, length) == BOS)
     document = [sum(start <= i for start in starts) for i in range(length)]
-    for name, mask in masks.flex_masks(documents, {str(w): w for w in (1, 4, 16)}).items():
+    for window, mask in zip((1, 4, 16), masks.flex_masks(documents, (1, 4, 16)), strict=True):
         for query in range(16):  # blocks as sets of documents: visible if they share one, wholly if they have only one
             for key in range(16):
                 q, k = (set(document[128 * b : 128 * b + 128]) for b in (query, key))
-                near = 0 <= query - key < int(name)
+                near = 0 <= query - key < window
                 kind = "full_" if near and query != key and q == k and len(q) == 1 else "" if near and q & k else None
                 for listed in ("full_", ""):
                     for side, row, column in (("kv", query, key), ("q", key, query)):
                         seen = getattr(mask, f"{listed}{side}_num_blocks")[0, 0, row].item()
                         columns = getattr(mask, f"{listed}{side}_indices")[0, 0, row, :seen].tolist()
-                        assert columns.count(column) == (listed == kind), (name, side, row, column, kind)
+                        assert columns.count(column) == (listed == kind), (window, side, row, column, kind)
 
 
 @cuda
 @pytest.mark.parametrize("window", [1, 2, 7])
 def test_flex_attention_with_its_backward_equals_the_naive_softmax_on_cuda(window):
     starts = LAYOUTS["starts inside blocks"]
-    mask = masks.flex_masks(documents_of(tokens_of(starts).cuda() == BOS), {"": window})[""]
+    [mask] = masks.flex_masks(documents_of(tokens_of(starts).cuda() == BOS), (window,))
     q, k, v = (0.35 * normal(T, 2, 64, seed=i).float().cuda() for i in range(3))  # scores of about 1
     for x in (q, k, v):
         x.requires_grad_()
@@ -183,14 +183,13 @@ def first_steps(c):
 def test_windows_are_those_of_the_stage_and_grow_once_more_for_the_last_validation():
     c = t.Config()
     begin = first_steps(c)
-    by_hand = [{"short": 1, "long": 3}, {"short": 2, "long": 5}, {"short": 4, "long": 9}, {"short": 6, "long": 13},
-               {"short": 6, "long": 20}]
+    by_hand = [(3, 1), (5, 2), (9, 4), (13, 6), (20, 6)]
     assert [t.setting_of(step, c).windows for step in begin] == by_hand
     assert [t.setting_of(step - 1, c).windows for step in begin[1:]] == by_hand[:-1]
     laptop = t.Config(**t.PRESETS["laptop"])
     assert t.setting_of(0, laptop).score_scale == pytest.approx(12.8 / 64)
     assert [t.setting_of(step, laptop).windows for step in (0, 207, 208, 364, 520)] == [
-        {"short": 1, "long": 2}, {"short": 1, "long": 2}, {"short": 2, "long": 4}, *[{"short": 2, "long": 8}] * 2]
+        (2, 1), (2, 1), (4, 2), (8, 2), (8, 2)]
 
 
 def test_a_step_and_a_validation_see_as_far_as_their_own_stage(monkeypatch):
@@ -207,7 +206,7 @@ def test_a_step_and_a_validation_see_as_far_as_their_own_stage(monkeypatch):
         t.train_step(model, optimizer, read(model, [(tokens[:-1], tokens[1:])]), step)
         t.validate(model, tokens.to(torch.uint16), step)
     t.validate(model, tokens.to(torch.uint16), 4)
-    assert windows == [dict(long=n, short=n) for n in (1, 1, 1, 1, 2, 2, 2, 2, 3)]
+    assert windows == [(n, n) for n in (1, 1, 1, 1, 2, 2, 2, 2, 3)]
 
 
 def test_yarn_slows_low_frequencies_and_raises_the_scale_as_computed_by_hand(monkeypatch):
@@ -246,7 +245,7 @@ def tiny(world_size=1, **changes):
 
 def view(long=2, short=1, d=8, score_scale=0.75):
     slower = (0.7 * frequencies(d)[: d // 4]).tolist()
-    return t.Setting({"long": long, "short": short}, tuple(slower), score_scale)
+    return t.Setting((long, short), tuple(slower), score_scale)
 
 
 def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, recalled, attends, with_values):
@@ -260,7 +259,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
 
     length, width, L = len(tokens), heads * d, len(w["scalars"])
     freq = torch.tensor([*setting.frequencies] + [0.0] * (d // 4), dtype=torch.float64)
-    visible = {window: naive_mask(starts, size, length) for window, size in setting.windows.items()}
+    far, near = (naive_mask(starts, window, length) for window in setting.windows)
 
     x = w["lm_head"][tokens]
     x0 = rms(x)
@@ -292,7 +291,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
         # the half free of position is the previous token's, too
         quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
         k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
-        y = naive_attention(q, k, v, visible["long" if i in ((L - 1) // 2, L - 1) else "short"])
+        y = naive_attention(q, k, v, far if i in ((L - 1) // 2, L - 1) else near)
         return y.reshape(length, width) @ (mix_o * wo)
 
     total = w["scalars"][:, -2:].sum().exp()  # of all factors of the stream

@@ -374,8 +374,8 @@ def masks_of_one_shape(documents, windows, make_masks=masks.sdpa_masks):
     """SDPA's, but as FlexAttention's are: what a window is changes their numbers and not their shapes."""
     n = len(documents) // masks.BLOCK_SIZE
     far = torch.arange(n * masks.BLOCK_SIZE - 1, -1, -1) // masks.BLOCK_SIZE
-    whole = make_masks(documents, {"all": n})["all"]
-    return {name: whole & (far < window) for name, window in windows.items()}
+    [whole] = make_masks(documents, (n,))
+    return [whole & (far < window) for window in windows]
 
 
 def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):

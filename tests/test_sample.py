@@ -189,7 +189,7 @@ def test_a_text_is_read_with_the_windows_of_the_step_that_the_weights_are_of(mon
     model, windows = untrained(schedule="growing"), []
     read = model.last_stream
     monkeypatch.setattr(model, "last_stream", lambda reading, setting, training: windows.append(
-        (setting.windows["long"], training)) or read(reading, setting, training))
+        (setting.windows[0], training)) or read(reading, setting, training))
     for model.trained_steps in (1, 3, 4):
         sample.next_logits(model, [model.bos, 1, 2])
     assert windows == [(1, False), (2, False), (3, False)]

@@ -110,7 +110,7 @@ def test_the_plain_transformer_has_the_loss_and_gradients_of_one_written_out():
             bank.copy_(0.3 * torch.randn(bank.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64))
     tokens = torch.randint(0, 300, (257,), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:-1], tokens[1:]
-    setting = t.setting_of(0, model.config)._replace(windows={"long": 2, "short": 2}, score_scale=0.5)
+    setting = t.setting_of(0, model.config)._replace(windows=(2, 2), score_scale=0.5)
     loss = training_loss(model, inputs, targets, setting)
     loss.backward()
 
