@@ -345,7 +345,7 @@ class Stage(NamedTuple):
     time."""
     fraction: float  # of all steps; 0: only for validation and samples after the last step
     batch_part: float  # its batches, as a part of batch_tokens
-    long_window: int  # how far two of the layers see (`sees_far`), in blocks of 128 tokens
+    long_window: int  # how far the middle and the last layer see, in blocks of 128 tokens
     short_window: int  # how far the other layers see, in blocks of 128 tokens
     lr_factor: float  # of all learning rates and weight decays
     second_weight: float = 0.0  # of the token after the next one in the loss (`head_loss`)
@@ -555,11 +555,6 @@ def uniform(bound: float) -> Callable[[Tensor], None]:
 
 def constants(*numbers: float) -> Callable[[Tensor], None]:
     return lambda w: w.copy_(torch.tensor(numbers))
-
-
-def sees_far(layer: int, c: Config) -> bool:
-    """Whether a layer is the one in the middle or the last one. These have the long window."""
-    return layer in ((c.num_layers - 1) // 2, c.num_layers - 1)
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
@@ -1010,17 +1005,19 @@ class GPT(nn.Module):
         """What each layer gets beside the stream and its weights."""
         c = self.config
         documents = begins.cumsum(0, dtype=torch.int32)
-        make_masks = masks.sdpa_masks
         if self.flex:
-            make_masks = partial(masks.flex_masks, make_lists=self.functions.block_lists)
-        long_mask, short_mask = make_masks(documents, setting.windows)
+            made_masks = masks.flex_masks(documents, setting.windows, self.functions.block_lists)
+        else:
+            made_masks = masks.sdpa_masks(documents, setting.windows)
+        long_mask, short_mask = made_masks
+        see_far = (c.num_layers - 1) // 2, c.num_layers - 1  # the layers that have the long window
         dtype = self.lm_head.dtype  # `loss_without_gradient` may have replaced the weights
         cos, sin = rotary_table(
             len(begins), setting.frequencies, c.head_dim, dtype, self.device)
         score_scale = constant(self.device, setting.score_scale)
         return [
             LayerContext(
-                cos, sin, score_scale, long_mask if sees_far(i, c) else short_mask,
+                cos, sin, score_scale, long_mask if i in see_far else short_mask,
                 injects[i], value_embed_at.get(i), begins if c.mix_previous else None)
             for i in range(c.num_layers)]
 
