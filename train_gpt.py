@@ -936,8 +936,7 @@ class GPT(nn.Module):
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
         # Without the compiler FlexAttention would keep the scores of all pairs of tokens. It needs
         # heads of 16 or more.
-        self.flex = c.attention == "flex" or (
-            c.attention == "auto" and as_graphs and c.head_dim >= 16)
+        self.flex = c.attention == "auto" and as_graphs and c.head_dim >= 16
         self.table_names = [
             name for name, param in self.params.items() if param.optimizer == "rows"]
         self.add_banks(recipes.PLAIN_DTYPES[recipes.plain_recipe(c)], device, world_size)

@@ -37,8 +37,8 @@ class RunConfig:
     a wrong value raises BadInput."""
     device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     attention: str = key(
-        "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
-        choices=("auto", "flex", "sdpa"))
+        "auto", "sdpa, or auto: FlexAttention in compiled runs on a GPU, else sdpa",
+        choices=("auto", "sdpa"))
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
     join_timeout: float = key(10.0, "minutes that a process waits for the others at the start")
     resume: str = key(
@@ -79,8 +79,6 @@ def check(c, script) -> None:
     require_one_of("precision", c.precision, ("auto", *script.PRECISIONS))
     require(c.device != "cuda" or torch.cuda.is_available(),
             "--device=cuda, but torch sees no GPU here")
-    require(c.attention != "flex" or (has_cuda(c.device) and c.compile),
-            "--attention=flex needs a GPU and --compile=true; leave it out, or give sdpa")
     require(c.layers_with_attention, "--attention_layers=none: at least one layer needs attention")
     require(c.save_checkpoint or not c.sample,
             "--sample needs kept weights: give --save_checkpoint=auto, too, or --sample= for none")

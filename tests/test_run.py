@@ -303,7 +303,7 @@ def refused(capfd, args):
     ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
     ({"save_checkpoint": "."}, ["--save_checkpoint=. is a folder; name a file"]), ({"save_checkpoint": "false"}, ["--save_checkpoint=false", "nothing behind the ="]), ({"sample": "The"}, ["--save_checkpoint=auto", "--sample="]),
-    ({"attention": "flex"}, ["--attention=flex needs a GPU"]), ({"attention_layers": "none"}, ["at least one layer needs attention"]),
+    ({"attention": "flex"}, ["--attention=flex is none of auto, sdpa"]), ({"attention_layers": "none"}, ["at least one layer needs attention"]),
     ({"recall_for": "2,3"}, ["--recall_for=2,3", "some of 3,4,5"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
 def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus, tmp_path, capfd):
