@@ -937,8 +937,6 @@ class GPT(nn.Module):
         # Without the compiler FlexAttention would keep the scores of all pairs of tokens. It needs
         # heads of 16 or more.
         self.flex = c.attention == "auto" and as_graphs and c.head_dim >= 16
-        self.table_names = [
-            name for name, param in self.params.items() if param.optimizer == "rows"]
         self.add_banks(recipes.PLAIN_DTYPES[recipes.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.ngram_width), generator=generator) - 1
@@ -1400,24 +1398,24 @@ class Optimizer:
                 turn = torch.arange(len(self.banks[name])) % len(param.matrix_factors)
                 factors = torch.tensor(param.matrix_factors, device=self.device)[turn, None, None]
                 self.matrix_factors[name] = self.own_part(name, factors)
-        self.parts = {  # this rank's parts of the banks, as views
+        wide = torch.promote_types(torch.float32, model.lm_head.dtype)
+        self.tables = Tables(self.device, {
+            name: Table(bank, bank.new_zeros(len(bank), dtype=wide), LOOKED_UP_AT[name])
+            for name, bank in self.banks.items() if model.params[name].optimizer == "rows"})
+        self.parts = {  # this rank's parts of the other banks, as views
             name: self.own_part(name, bank) for name, bank in self.banks.items()
-            if name not in model.table_names}
+            if name not in self.tables.tables}
         # What is updated together: all small banks. Each of the others is by itself, so that it can
         # be handed out as soon as it is updated.
         small = tuple(name for name in self.parts if model.params[name].share == "all")
         self.updated_together = [(name,) for name in self.parts if name not in small]
         self.updated_together += [small] if small else []
-        wide = torch.promote_types(torch.float32, model.lm_head.dtype)
         self.masters = {
             name: torch.empty_like(part, dtype=wide) for name, part in self.parts.items()}
         self.state = {name: self.zero_state(name) for name in self.parts}
         self.averages = {  # of all masters; tables have none
             name: torch.empty_like(master) for name, master in self.masters.items()
             if model.config.average_frac}
-        self.tables = Tables(self.device, {
-            name: Table(bank, bank.new_zeros(len(bank), dtype=wide), LOOKED_UP_AT[name])
-            for name, bank in self.banks.items() if name in model.table_names})
         self.call = gpu.caller(model.as_graphs)
         self.reset(self.banks)  # fills all of these, so that the warm-up can use them
 

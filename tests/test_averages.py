@@ -29,7 +29,7 @@ def test_the_last_weights_go_half_of_the_way_to_their_averages_but_not_those_of_
         for name, w in model.named_parameters():
             if step % 4 == 3:
                 expected[name] = 0.5 * expected[name] + 0.5 * w.detach()
-    tables = {name: model.get_parameter(name).detach().clone() for name in model.table_names}
+    tables = {name: model.get_parameter(name).detach().clone() for name in optimizer.tables.tables}
     for name, w in model.named_parameters():
         expected[name] = 0.5 * expected[name] + 0.5 * w.detach()
     optimizer.go_half_way_to_averages()
