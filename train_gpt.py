@@ -233,7 +233,7 @@ class Config(RunConfig):
     @property
     def recall_lengths(self) -> tuple[int, ...]:
         """For how many last tokens `recall_table` is looked up."""
-        possible = tuple(range(3, 17))  # two are compared anyway (`check_bits` in nanogpt/past.py)
+        possible = tuple(range(3, 17))  # two are compared anyway (CHECK_BITS in nanogpt/past.py)
         lengths = command_line.numbers_among("recall_for", self.recall_for, possible)
         return lengths if self.recall_rows else ()
 

@@ -310,11 +310,7 @@ def induced_tokens(tokens: Tensor, begins: Tensor, last: Tensor) -> tuple[Tensor
 # not depend on the order in which the GPU or several ranks write. Different n-grams share places.
 # The check bits are from the hash of the last two tokens: if they are the same, the entry nearly
 # always is of this n-gram.
-
-
-def check_bits(hashes: Tensor) -> Tensor:
-    """hashes (longest_match - 1, T) -> (T,)."""
-    return hashes[0] & 0x7FFF
+CHECK_BITS = 0x7FFF
 
 
 def recalled_tokens(table: Tensor, hashes: Tensor,
@@ -324,7 +320,7 @@ def recalled_tokens(table: Tensor, hashes: Tensor,
     is found. n is the largest of `lengths`, which ascend, for which there is one."""
     token = torch.zeros_like(hashes[0])
     length = torch.zeros_like(token)
-    bits = check_bits(hashes)
+    bits = hashes[0] & CHECK_BITS
     for n in lengths:
         entry = table[hashes[n - 2] % len(table)].long()
         is_found = (entry > 0) & (entry >> 16 == bits)
@@ -337,7 +333,7 @@ def write_recall(table: Tensor, hashes: Tensor, next_tokens: Tensor,
                  lengths: tuple[int, ...]) -> None:
     """Writes to the table (R,), in place, which token came next at each position of a step: hashes
     (longest_match - 1, T), next_tokens (T,)."""
-    entries = (check_bits(hashes) << 16) + next_tokens
+    entries = ((hashes[0] & CHECK_BITS) << 16) + next_tokens
     places = torch.stack([hashes[n - 2] for n in lengths]) % len(table)  # (recall lengths, T)
     entries = entries.int().expand_as(places)
     places = places.flatten()
