@@ -1892,7 +1892,7 @@ class Run:
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         faults.check_loss("validation", loss, self.step, self.state)
         if ranks.is_rank_0():
-            fp8_static.check_weights(self.model, SCALARS, self.step, self.log)
+            fp8_static.check_weights(self.model, self.step, self.log)
         self.keeper.validated(self.step, loss)
 
 

@@ -179,9 +179,9 @@ def defects(corpus, folder):
 
 def test_a_sound_run_of_fp8_has_no_defect_and_one_whose_weights_do_not_fit_names_the_projection(corpus, tmp_path, monkeypatch):
     assert defects(corpus, tmp_path / "sound") == []
-    monkeypatch.setattr(STATIC["qkv"], "weight_scale", 2.0**-14)  # weights beyond 448 / 2^14 = 0.027 are clamped
+    monkeypatch.setattr(fp8_static, "HEAD_WEIGHT_SCALE", 2.0**-20)  # weights beyond 448 / 2^20 = 0.0004 are clamped
     found = defects(corpus, tmp_path / "other")
-    assert len(found) >= 2 and any("% of the weights of qkv are too large for FP8 at step" in what for what in found)
+    assert len(found) >= 2 and any("% of the weights of lm_head are too large for FP8 at step" in what for what in found)
     assert not any("weights of up" in what for what in found)
 
 
@@ -200,7 +200,7 @@ def test_weights_beyond_the_range_are_counted_with_the_factor_that_multiplies_th
             model.lm_head[:2] = 7.0
         model.qkvo[3] = 100.0  # of "o", which is in bf16
     noted = []
-    fp8_static.check_weights(model, t.SCALARS, 7, SimpleNamespace(fact=lambda kind, fact: noted.append(fact["what"])))
+    fp8_static.check_weights(model, 7, SimpleNamespace(fact=lambda kind, fact: noted.append(fact["what"])))
     [sentence] = noted
     assert f"% of the weights of {projection} are too large for FP8 at step 7" in sentence
 

@@ -80,7 +80,7 @@ def test_a_model_trains_with_attention_and_value_embeddings_in_some_of_its_layer
     assert model.qkvo.shape[0] == 2 * 4
     assert model.value_embeds.shape == (384, 32)
     log = []
-    fp8_static.check_weights(model, t.SCALARS, 0, SimpleNamespace(fact=lambda *fact: log.append(fact)))
+    fp8_static.check_weights(model, 0, SimpleNamespace(fact=lambda *fact: log.append(fact)))
     assert log == []
 
 

@@ -6,8 +6,6 @@ vectors, so that |x| is at most sqrt(D), or are the squared results of a product
 Each of x, w and dy is rounded once and stored as it is and transposed (nanogpt/kernels.py, section
 2). Backward, only the gradient of the MLP's hidden layer has fast accumulation (section 3 there).
 """
-from collections.abc import Iterable
-
 import torch
 
 from nanogpt import kernels
@@ -88,12 +86,10 @@ class StaticMLP(torch.autograd.Function):
 
 
 class StaticFP8(Products):
-    """The products of a projection. (Those of the head are in train_gpt.FP8HeadLoss.) weight_scale
-    is for `check_weights` only."""
+    """The products of a projection. (Those of the head are in train_gpt.FP8HeadLoss.)"""
 
-    def __init__(self, input_scale: float, weight_scale: float):
+    def __init__(self, input_scale: float):
         self.input_scale = input_scale
-        self.weight_scale = weight_scale
 
     def linear(self, x, w, factor=None):
         w = w if factor is None else factor * w
@@ -109,8 +105,8 @@ class StaticFP8(Products):
         return StaticMLP.apply(x, up, factor * down)  # the activation is relu(x)^2
 
 
-STATIC = {name: StaticFP8(scale, WEIGHT_SCALE) for name, scale in INPUT_SCALES.items()}
-STATIC["lm_head"] = StaticFP8(HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)
+STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
+STATIC["lm_head"] = StaticFP8(HEAD_INPUT_SCALE)
 
 # A model learns to live with clamped weights. But validation clamps nothing and sees another model:
 # a long run once went wrong that way without a word (records/long_runs.md).
@@ -118,22 +114,21 @@ LARGEST_CLAMPED_PART = 0.001
 
 
 @torch.no_grad()
-def check_weights(model, scalar_names: Iterable[str], step: int, log) -> None:
+def check_weights(model, step: int, log) -> None:
     """Notes a defect in the log for each projection with constant scales of whose weights more than
-    LARGEST_CLAMPED_PART are clamped.
-    model: a train_gpt.GPT; scalar_names: train_gpt.SCALARS, of which "down" multiplies weights;
-    log: a journal.Log"""
+    LARGEST_CLAMPED_PART are clamped. model: a train_gpt.GPT; log: a journal.Log"""
     mlp = model.weight("mlp").unflatten(0, (-1, 2))  # (L, 2, D, F)
     qkvo = model.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
     weights = {"qkv": qkvo[:, :3], "up": mlp[:, 0], "down": mlp[:, 1],
                "lm_head": model.weight("lm_head")}
     if model.config.scalars:
-        of_layers = model.amounts().of_layers[..., None, None]  # (L, 5, 1, 1)
-        weights["down"] = dict(zip(scalar_names, of_layers.unbind(1)))["down"] * weights["down"]
+        *_, down, _ = model.amounts().of_layers.unbind(1)  # (L,), which multiplies these weights
+        weights["down"] = down[:, None, None] * weights["down"]
     for projection, weight in weights.items():
         if model.precision.recipe_names[projection] != "fp8-static":
             continue
-        limit = torch.finfo(E4M3).max * STATIC[projection].weight_scale
+        scale = HEAD_WEIGHT_SCALE if projection == "lm_head" else WEIGHT_SCALE
+        limit = torch.finfo(E4M3).max * scale
         part = (weight.abs() > limit).float().mean().item()
         if part > LARGEST_CLAMPED_PART:
             log.fact("defect", dict(
