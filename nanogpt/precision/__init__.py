@@ -7,9 +7,8 @@ A projection y = x w^T has three products, each with a sum over another dimensio
     dgrad  dx = dy w      over N, the width of the output
     wgrad  dw = dy^T x    over T, the tokens
 
-In FP8, inputs and weights become e4m3, and gradients e5m2 (nanogpt/kernels.py, section 1). Every
-number of FP8 is exact in bf16. Devices without FP8 multiply the same rounded numbers in bf16 or
-float32, so the results differ by rounding only. Section 2 of train_gpt.py says what a recipe is.
+In FP8, inputs and weights become e4m3, and gradients e5m2 (nanogpt/kernels.py, sections 1 and 3).
+Section 2 of train_gpt.py says what a recipe is.
 """
 from collections.abc import Callable, Collection
 
