@@ -45,7 +45,6 @@ class Stop:
 
     def __init__(self):
         self.signal = ""  # the name of the one that has come during the steps
-        self.in_steps = False  # whether a signal waits for the end of a step
         self.numbers = []  # of the signals that are taken over
 
     def take_over(self) -> None:
@@ -57,7 +56,6 @@ class Stop:
     def end_at_once(self) -> None:
         """A signal ends the process at once. The system does that, as Python calls no function of
         ours while the process waits for other ranks."""
-        self.in_steps = False
         # The system spares process 1, which this may be in a container.
         end = signal.SIG_DFL if os.getpid() > 1 else lambda number, _: os._exit(128 + number)
         for number in self.numbers:
@@ -65,7 +63,6 @@ class Stop:
 
     def end_after_a_step(self) -> None:
         """A signal is only noted, for the trainer to end the run."""
-        self.in_steps = True
         for number in self.numbers:
             signal.signal(number, self.notice)
 

@@ -41,10 +41,10 @@ def run(argv, stop_after=None):
         patch.setattr(t, "STOP", process.Stop())
         inner = t.train_step
 
-        def train_step(model, optimizer, batch, step, *rest, **named):
-            if t.STOP.in_steps and step + 1 == stop_after:
+        def train_step(model, optimizer, batch, step, call, requests=None, *rest, **named):
+            if requests and step + 1 == stop_after:  # the warm-up has no requests
                 t.STOP.signal = "SIGINT"
-            return inner(model, optimizer, batch, step, *rest, **named)
+            return inner(model, optimizer, batch, step, call, requests, *rest, **named)
 
         patch.setattr(t, "train_step", train_step)
         return t.main([str(word) for word in argv])
@@ -224,10 +224,10 @@ def killed(corpus, tmp_path_factory):
                    head_every_second=True, average_frac=1.0, save_every=1e-6)
     driver = write_driver(tmp_path_factory.mktemp("drivers") / "driver.py", """
 step = t.train_step
-def step_or_die(model, optimizer, batch, number, *rest, **named):
-    if t.STOP.in_steps and number == 5:
+def step_or_die(model, optimizer, batch, number, call, requests=None, *rest, **named):
+    if requests and number == 5:  # the warm-up has no requests
         os._exit(9)
-    return step(model, optimizer, batch, number, *rest, **named)
+    return step(model, optimizer, batch, number, call, requests, *rest, **named)
 t.train_step = step_or_die""")
 
     @functools.cache

@@ -83,8 +83,7 @@ def test_the_order_of_a_run_and_that_each_step_draws_other_numbers(corpus, tmp_p
 
     def note(owner, name, event):
         function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **named: (
-            t.STOP.in_steps and event(*args), function(*args, **named))[1])
+        monkeypatch.setattr(owner, name, lambda *args, **named: (event(*args), function(*args, **named))[1])
 
     note(t.Optimizer, "go_half_way_to_averages", lambda *_: events.append("average"))
     note(tables.Tables, "complete", lambda *_: events.append("complete"))
@@ -92,7 +91,7 @@ def test_the_order_of_a_run_and_that_each_step_draws_other_numbers(corpus, tmp_p
     note(t, "validate", lambda *_: events.append("validate"))
     note(t, "train_step", lambda *_: (events.append("step"), seeds.append(torch.initial_seed())))
     note(candidates, "choose", lambda *args: draws.append(args[-1]))
-    monkeypatch.setattr(t.STOP, "in_steps", False)
+    monkeypatch.setattr(t.STOP, "end_after_a_step", lambda: [x.clear() for x in (events, seeds, draws)])  # as steps begin
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, candidates=64, average_frac=1.0))
     whole = ["complete", "gather", "validate"]
     assert events == [*whole, "step", "step", *whole, "step", "step", "average", "complete", *whole]
@@ -112,12 +111,11 @@ def test_the_clock_stands_still_while_it_validates(corpus, tmp_path, monkeypatch
 def test_schedules_follow_the_steps_that_minutes_choose(corpus, tmp_path, monkeypatch):
     train_step, lengths = t.train_step, []
 
-    def step(model, *rest, **named):
-        if t.STOP.in_steps:
+    def step(model, optimizer, batch, number, call, requests=None, *rest, **named):
+        if requests:  # the warm-up has none
             lengths.append(model.config.num_steps)
-        return train_step(model, *rest, **named)
+        return train_step(model, optimizer, batch, number, call, requests, *rest, **named)
 
-    monkeypatch.setattr(t.STOP, "in_steps", False)
     monkeypatch.setattr(t, "train_step", step)
     argv = arguments(data_dir=corpus, log_dir=tmp_path, minutes=0.01, epochs=100, cut_documents=True)
     assert t.main([word for word in argv if not word.startswith("--num_steps")]) == 0
