@@ -1094,7 +1094,6 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
     targets and the recall table to 0. Returns all weights but those of tables, in float32. A
     collective."""
-    # 1. The weights.
     torch.manual_seed(seed)
     full = {}
     for name, param in model.params.items():
@@ -1107,8 +1106,6 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
         if dist.is_initialized():
             dist.broadcast(w, 0)  # another kind of GPU would draw other numbers from this seed
         bank.copy_(w)
-
-    # 2. What else a run begins with.
     model.past.reset(seed)
     return full
 
