@@ -1582,11 +1582,12 @@ class Optimizer:
 
 
 def stages(c: Config) -> list[tuple[int, int, Stage]]:
-    """First step, last step + 1 and the stage itself, for each stage of the schedule."""
+    """First step, last step + 1 and the stage itself, for each stage that has steps."""
     schedule = SCHEDULES[c.schedule]
     sums = accumulate((stage.fraction for stage in schedule), initial=0.0)
     bounds = [round(part * c.num_steps) for part in sums]
-    return list(zip(bounds, bounds[1:], schedule))
+    every = zip(bounds, bounds[1:], schedule)
+    return [(first, end, stage) for first, end, stage in every if first < end]
 
 
 def stage_of(step: int, c: Config) -> Stage:
@@ -1632,9 +1633,8 @@ def setting_of(step: int, c: Config) -> Setting:
     score_scale = 12.8 / c.head_dim
 
     # 2. Each time that the long window has grown since. (A stage without steps, as the last one of
-    # speedrun, sees farther, but rescales nothing: for it first < end is false.)
-    long_windows = [stage.long_window for first, end, stage in stages(c)
-                    if first <= step and first < end]
+    # speedrun, sees farther, but rescales nothing.)
+    long_windows = [stage.long_window for first, _, stage in stages(c) if first <= step]
     for old, new in pairwise(long_windows):
         frequencies = [rescaled(frequency, old, new) for frequency in frequencies]
         score_scale = score_scale * (1 + 0.2 * math.log(new / old))

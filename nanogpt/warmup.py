@@ -26,8 +26,8 @@ class WarmUp:
         self.script = script
         self.config = c = model.config
         self.batch_plan = script.batch_plan(c)
-        # For each stage that has steps: how many, and the last of them, which stands for all.
-        self.stages = [(end - first, end - 1) for first, end, _ in script.stages(c) if end > first]
+        # Of each stage how many steps it has, and the last of them, which stands for all.
+        self.stages = [(end - first, end - 1) for first, end, _ in script.stages(c)]
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
         # not at all. Random tokens are below bos, so only each 600th begins a document.
         length = max(c.val_seq_len + 1, max(self.batch_plan) * (c.seq_len + 1))

@@ -24,7 +24,7 @@ def begin(log: journal.Log, script, device: torch.device, about_run: dict, files
     are the project's source files, `run_files` is a planning.RunFiles, and `seconds` is how long
     the run may take, if that is known. A collective."""
     stages = [dict(first_step=first, last_step=end, batch_tokens=script.stage_tokens(stage, c))
-              for first, end, stage in script.stages(c) if end > first]
+              for first, end, stage in script.stages(c)]
     config = dataclasses.asdict(c)
     machine = journal.describe_machine(device)
     data = run_files.fingerprints
