@@ -441,9 +441,11 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
 # --------------------------------------------------------------------------------------------------
 # 3. Attention: causal, inside one document, over a sliding window of whole blocks
 #
-# nanogpt/masks.py says which keys a query sees. On GPUs compiled FlexAttention computes with these
-# only; otherwise `masks.sdpa` computes the same. With FlexAttention, windows are inputs of the
-# compiled graphs, so a new window compiles nothing.
+# A query sees a key if the key is not later, both belong to the same document, and the key's
+# block is among the last `window` blocks up to the query's (nanogpt/masks.py). On GPUs
+# compiled FlexAttention skips the blocks in which nothing is seen; otherwise `masks.sdpa` computes
+# the same. With FlexAttention, windows are inputs of the compiled graphs, so a new window compiles
+# nothing.
 
 
 class Setting(NamedTuple):

@@ -121,7 +121,7 @@ def load_model(path: str | Path, device: torch.device | str, script):
     values = config_values(about["config"], script.Config)
     if values["precision"] == "fp16":  # texts overflow it sooner than training does
         values["precision"] = "bf16"
-    values |= dict(attention="sdpa", compile=False, device=device.type, sample="", run_name="")
+    values |= dict(attention="sdpa", compile=False, device=device.type, sample="")
     c = script.Config(**values)
     check(c, script)
     model = script.GPT(c, device)
