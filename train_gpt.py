@@ -12,12 +12,13 @@ output head in FP8, (8) the optimizers, (9) schedules, (10) one step and validat
 A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section 1) names what it is
 without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 4;
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
-over all tokens; and there are no tables, so that `Tables` only adds up the gradients of the token
-embedding's rows. On the way through the model, a part that is off is None or returns early.
+over the whole vocabulary; and there are no tables, so that `Tables` only adds up the gradients of
+the token embedding's rows. On the way through the model, a part that is off is None (in Reading and
+Targets an empty tensor), or returns early.
 
-What serves it lives in the folder of its subject: data/ makes and reads shards, records/ writes
-logs and judges them, nanogpt/ has kernels, compilation and low precision. Importing this file
-trains nothing and needs no GPU, so tests and notebooks can use its parts.
+The rest lives in folders: data/ makes and reads shards, records/ writes logs and judges them,
+nanogpt/ has kernels, compilation and low precision. Importing this file trains nothing and needs no
+GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens that are worked on at a time, mostly a micro-batch, its sequences end
 to end, D width of the model, H attention heads, d width of a head, F hidden width of the MLP, L
@@ -166,8 +167,8 @@ class Config(RunConfig):
         "the sum of two gradients; that of a last odd step is dropped")
     average_frac: float = key(
         0.0, "time constant of a moving average of all weights but those of tables, as a part of "
-        "the steps; the last validation is of weights half-way between it and the last ones, "
-        "which are also kept if it is the best validation. 0: none")
+        "the steps; the last validation is of weights half-way between this average and the last "
+        "ones, and if it is the best, those weights are kept. 0: none")
     table_lr: float = key(0.12, "learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -243,14 +244,14 @@ class Config(RunConfig):
         return max((self.longest_ngram, *self.recall_lengths))
 
 
-# Small models of single bytes have these settings in common. Their vocabulary is the 256 bytes, and
-# the token that begins a document is its last one. Products in FP8 need a multiple of 16.
+# Small models of single bytes have these settings in common. Of their 272 tokens the first 256 are
+# the bytes, and the last one begins a document. Products in FP8 need a multiple of 16.
 BYTES = dict(
     data_dir="data/pydocs", cut_documents=True, vocab_size=272,
     cooldown_frac=0.6)
 
 # For short texts: six layers, each of which sees at most 256 tokens.
-SIX_LAYERS = dict(
+SHORT_TEXTS = dict(
     num_layers=6, model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
     longest_ngram=2, ngram_part=1.0,
     schedule="char", num_steps=1000, micro_tokens=16_384,
@@ -280,7 +281,7 @@ PLAIN_MODEL = dict(
 
 # For long texts. Attention takes many small kernels, so layers 1 and 4 of the six do without it;
 # layer 2 has attention, but no value embeddings (records/long_runs.md).
-FEW_LAYERS = dict(
+LONG_TEXTS = dict(
     attention_layers="0,2,3,5", value_layers="0,3,5", head_every_second=True,
     micro_tokens=65_536)
 
@@ -289,7 +290,7 @@ PRESETS: dict[str, dict] = {
         num_layers=12, model_dim=768, num_heads=6, mlp_dim=3072,
         schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
         target_loss=0.0),
-    "speedrun": FEW_LAYERS | dict(
+    "speedrun": LONG_TEXTS | dict(
         # The default, 3,800 steps, reads 585M tokens. Where record 92 is at 3.277 on FineWeb, it is
         # at 3.124 on the longer stand-in corpus, so 3.28 there stands for 3.127 here. We are at
         # 3.3621 after 191.5M tokens (five seeds, records/long_runs.md), and the loss falls by about
@@ -299,7 +300,7 @@ PRESETS: dict[str, dict] = {
         ngram_rows=33_554_432, recall_rows=1_073_741_824,
         # Averages make up for learning rates that stay high to the end (record 92).
         average_frac=0.06, cooldown_frac=0.75, lr_floor=0.3),
-    "onepass": FEW_LAYERS | dict(
+    "onepass": LONG_TEXTS | dict(
         schedule="onepass", num_steps=1420, batch_tokens=131_072,
         recall_rows=268_435_456,
         target_loss=3.492),
@@ -313,11 +314,11 @@ PRESETS: dict[str, dict] = {
         # Seeds 0 to 3 end at 1.0926, 1.0877, 1.0883 and 1.0913 (records/TRIED.md).
         target_loss=1.1, val_tokens=131_072, val_seq_len=8192,
         device="cpu", save_checkpoint="auto", sample="The "),
-    "char": BYTES | SIX_LAYERS | dict(
+    "char": BYTES | SHORT_TEXTS | dict(
         ngram_rows=4096, epochs=100, batch_tokens=16_384, seq_len=16_384,
         muon_lr=0.03, head_lr=0.02, table_lr=0.1,
         target_loss=1.3, val_tokens=65_536),
-    "small": SIX_LAYERS | dict(
+    "small": SHORT_TEXTS | dict(
         ngram_rows=65_536, epochs=2, cut_documents=True, batch_tokens=32_768, seq_len=2048,
         muon_lr=0.021, muon_momentum=0.95, head_lr=0.005, table_lr=0.15, cooldown_frac=0.6,
         target_loss=0.0, val_tokens=262_144),
@@ -335,7 +336,8 @@ ABOUT = {
 }
 
 # A run that goes on from a save may have other values of these keys, and of those of RunConfig.
-# They change its weights by no more than rounding and chance do.
+# They change its weights by no more than rounding and chance do. (The data must be the same, but
+# may lie elsewhere.)
 MAY_CHANGE = ("data_dir", "micro_tokens", "target_loss", "val_interval")
 
 
@@ -351,8 +353,8 @@ class Stage(NamedTuple):
     second_weight: float = 0.0  # of the token after the next one in the loss (`head_loss`)
 
 
-# The stages of speedrun and onepass after the first one, and of validation after the last step.
-# They and their learning rates follow records 46, 49, 53, 72. Batches and windows are smaller than
+# The stages of speedrun and onepass after the first one. The last one is for validation only. They
+# and their learning rates follow records 46, 49, 53, 72. Batches and windows are smaller than
 # theirs (records/TRIED.md).
 LATER_STAGES = [
     # fraction, batch, long and short window, learning rates, second_weight
@@ -401,8 +403,9 @@ def parse_config(argv: list[str]) -> Config:
 # at fixed points of a step, to scale the loss for example. For that a model has one object of
 # `StepHooks`, which does nothing for all other recipes.
 
-# "fp8" measures its scales. The others in FP8 have constant ones: "fp8-head" for the head alone,
-# "fp8-mlp" for the MLPs, too, and "fp8-qkv" also for queries, keys and values.
+# A number is divided by a scale before it is rounded to FP8. "fp8" measures its scales. The others
+# have constant ones: "fp8-head" for the head alone, "fp8-mlp" for the MLPs, too, and "fp8-qkv" also
+# for queries, keys and values.
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
     "fp32": ("fp32",) * 5,
@@ -450,7 +453,8 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
 
 class Setting(NamedTuple):
     """What a step of the schedule says about attention (how far it sees, how fast positions turn
-    queries and keys, how large its scores are) and about the loss. A CUDA graph fixes all of it."""
+    queries and keys, how large its scores are) and about the loss. Each Setting has CUDA graphs of
+    its own."""
     windows: tuple[int, int]  # the long one and the short one, in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
@@ -462,28 +466,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
     if not isinstance(mask, BlockMask):
         return masks.sdpa(q, k, v, mask)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, T, d)
-    y = flex_attention(q, k, v, block_mask=mask, scale=1.0)
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0)  # the queries are scaled already
     return y[0].transpose(0, 1)
 
 
 # --------------------------------------------------------------------------------------------------
 # 4. Parameters and layers
 
-# N-grams whose hashes have the same remainder by ngram_rows share a row of the table. So that they
-# do not read the same vector, each channel of the row is multiplied by a random sign. The signs are
-# chosen by hash % SIGN_ROWS (record 83). SIGN_ROWS is a prime, so hashes with the same remainder by
-# ngram_rows seldom have the same remainder by SIGN_ROWS, too.
-SIGN_ROWS = 8191
-
-# Learned factors of the parts of a layer, those of the stream as logarithms, and their initial
-# values. With x the residual stream, a layer computes in effect (`amounts_of` says how)
+# Learned factors of the parts of a layer, and their initial values. Those of the stream are
+# logarithms. With x the residual stream, a layer computes in effect (`amounts_of` says how)
 #
 #   x = exp(stream_attn) * x + o * attention(input_of(x)) + inject
 #   x = exp(stream_mlp) * x + down * MLP(input_of(x))
 #
 # with inject = first * (the normalised embedding) + past * (what n-grams and matches say). A layer
 # without attention lacks o * attention(...). With --scalars=False all factors are 1, but `first` is
-# 0. `amounts_of` relies on this order.
+# 0. `amounts_of`, `embed_inputs` and `block` rely on this order.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
@@ -509,11 +507,9 @@ def amounts_of(scalars: Tensor) -> Amounts:
     factors that come later, and never the stream itself. That would take a pass over the stream,
     and the gradient of the factor another one.
 
-    The last stream is the same as with multiplications. Earlier ones hold the later factors
-    already. Attention and MLPs normalise what they read, so for them this makes no difference, and
-    `late_mix` learns to use the streams as they are. (To divide each part by the factors before it
-    would do, too. But then numbers left the range of FP8 in runs without MUDD:
-    records/long_runs.md.)"""
+    The last stream is the same as with multiplications. Earlier ones are already multiplied by all
+    later factors. Attention and MLPs normalise what they read, so for them this makes no
+    difference, and `late_mix` learns to use the streams as they are."""
     first_past_o, down, v, factors = scalars.split((3, 1, 1, 2), 1)
     so_far = factors.flatten().cumsum(0)  # (2 L,) logarithms of the products of factors
     that_follow = (so_far[-1] - so_far).exp()  # (2 L,) the product of the factors after each one
@@ -523,7 +519,8 @@ def amounts_of(scalars: Tensor) -> Amounts:
 
 
 class Param(NamedTuple):
-    """A parameter of the model, called a bank. What all layers have lies together in one bank."""
+    """Describes a parameter of the model, called a bank. What all layers have lies together in one
+    bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon", "adam", or that of tables, "rows" (nanogpt/tables.py)
     lr: float  # which the factor of the schedule and matrix_factors multiply
@@ -540,8 +537,8 @@ class Param(NamedTuple):
     matrix_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
 
 
-# The banks of which a step looks up rows, and for each the list of Reading.rows (nanogpt/past.py)
-# that has the numbers of these rows. lm_head is the token embedding, too.
+# The banks of which a step looks up rows, and under which name Reading.rows (nanogpt/past.py) has
+# the numbers of these rows. lm_head is the token embedding, too.
 LOOKED_UP_AT = {"ngrams": "ngrams", "value_embeds": "tokens", "lm_head": "tokens"}
 
 
@@ -560,8 +557,8 @@ def constants(*numbers: float) -> Callable[[Tensor], None]:
 def parameter_table(c: Config) -> dict[str, Param]:
     """All parameters. The optimizer updates the tables first, then the matrices and the head in
     this order, and last the small banks. While a GPU updates one of them, gradients of the next
-    ones and new weights travel. So another order may take more time. It also draws other initial
-    weights from a seed, so a new parameter is best added at the end."""
+    ones and new weights travel. Another order may take more time, and draws other initial weights
+    from a seed. So a new parameter is best added at the end."""
     L = c.num_layers
     A = len(c.layers_with_attention)
     E = len(c.layers_with_values)
@@ -684,9 +681,9 @@ class LayerContext(NamedTuple):
 
 
 def mix_in_previous(x: Tensor, is_own: Tensor, begins: Tensor | None) -> Tensor:
-    """x (T, ..., C) -> x of each token, in which the channels that `is_own` (C,) does not mark are
-    replaced by those of the previous token. The first token of a document, where `begins` (T,) is
-    true, keeps all of its own; and without `begins` all tokens do."""
+    """x (T, ..., C) -> x, in which each token keeps the channels that `is_own` (C,) marks, and has
+    the others from the previous token. The first token of a document, where `begins` (T,) is true,
+    keeps all of its own; and without `begins` all tokens do."""
     if begins is None:
         return x
     begins = begins.view(-1, *[1] * (x.dim() - 1))  # (T, 1) or (T, 1, 1)
@@ -731,8 +728,7 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
     y = attend(q, k, v, context.mask)
 
     # 4. The output.
-    y = y.flatten(1).type_as(x)
-    return products.o.linear(y, weights.qkvo[3].t(), amounts["o"])
+    return products.o.linear(y.flatten(1), weights.qkvo[3].t(), amounts["o"])
 
 
 def for_each_token(amount: Tensor, x: Tensor) -> Tensor:
@@ -763,12 +759,18 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
 # A Reading (nanogpt/past.py) is what follows from the tokens alone: where documents begin, hashes
 # of n-grams, and guesses. Targets (nanogpt/candidates.py) are the next tokens and their candidates.
 
+# N-grams whose hashes have the same remainder by ngram_rows share a row of the table. So that they
+# do not read the same vector, each channel of the row is multiplied by a random sign. The signs are
+# chosen by hash % SIGN_ROWS (record 83). SIGN_ROWS is a prime, so hashes with the same remainder by
+# ngram_rows seldom have the same remainder by SIGN_ROWS, too.
+SIGN_ROWS = 8191
+
 
 def embed_inputs(
         embedded: Tensor,  # (T, D), the embedding of the tokens
         reading: Reading,
         ngrams: Tensor | None,  # (G T, W), the rows of their n-grams
-        embed: Tensor,  # (V, D), the whole embedding
+        embedding: Tensor,  # (V, D), that of all tokens
         length_vectors: Tensor | None,  # (lengths, D)
         signs: Tensor,  # (SIGN_ROWS, W)
         amounts: Amounts | None,
@@ -796,13 +798,13 @@ def embed_inputs(
     one_hots = []
     for token, length in reading.matches():
         # The embedding gets no gradient here: that takes one more pass over it, for no gain.
-        guesses.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
+        guesses.append(norm(F.embedding(token, embedding.detach())) * (length > 0)[:, None])
         one_hots.append(F.one_hot(length, len(length_vectors)))
     if one_hots:
         # The same as to look up rows. But the backward pass of a lookup adds the gradients of all
         # tokens to a few rows, where they wait for each other; that of a product does not.
         parts.append(sum(one_hots).to(x.dtype) @ length_vectors.to(x.dtype))
-    if len(reading.induced_token):  # the first guess. The recalled one would gain nothing here.
+    if len(reading.induced_token):  # guesses[0]; the recalled one would gain nothing here
         parts.append(guesses[0])
     for_late_mix += guesses
     past = sum(parts) if parts else None
@@ -844,11 +846,11 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], w_in: Tensor | None, w_out:
 #
 # In training, logits are computed for 8,192 candidates by default; all 50,304 tokens would be half
 # of the work of a step. A batch is cut into groups of up to 16,384 tokens, or of one longer
-# sequence, the same on any number of GPUs (nanogpt/batches.py). Candidates are all targets of a
-# group, and others that are drawn at random, frequent ones more often. One that is drawn with
-# probability p stands for 1 / p tokens: its `bias`, log(1 / p), is added to its capped logit; that
-# of a target is 0. So the sum of exponentials is right on average (nanogpt/candidates.py).
-# Validation is over the whole vocabulary.
+# sequence, the same on any number of GPUs (nanogpt/batches.py). Candidates are the targets of a
+# group (if they are too many, some are left out and have no loss), and others that are drawn at
+# random, frequent ones more often. One that is drawn with probability p stands for 1 / p tokens:
+# its `bias`, log(1 / p), is added to its capped logit; that of a target is 0. So the denominator of
+# the softmax is right on average (nanogpt/candidates.py). Validation is over the whole vocabulary.
 
 # Tokens whose logits are computed at a time in validation: those of a whole sequence would not fit.
 VAL_CHUNK = 16_384
@@ -914,7 +916,7 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, produc
 
 
 class GPT(nn.Module):
-    """The model, over one or more packed sequences of documents, end to end.
+    """The model. It reads one or more sequences, end to end, each of one or more documents.
 
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model has the matrices in its own dtype; the optimizer has their
@@ -960,7 +962,7 @@ class GPT(nn.Module):
             # multiplies.
             bank_dtype = wide if param.share == "all" else dtype
             if param.optimizer == "rows":
-                bank_dtype = bf16_for_fp16(dtype)  # nothing else holds these weights
+                bank_dtype = bf16_for_fp16(dtype)  # as they have no float32 originals
             bank = torch.zeros(rows, *param.shape[1:], dtype=bank_dtype, device=device)
             self.register_parameter(name, nn.Parameter(bank))
 
@@ -968,15 +970,15 @@ class GPT(nn.Module):
         """A bank without its padding, or None if the model is configured without it."""
         bank = self._parameters.get(name)
         if bank is None or len(bank) == self.params[name].shape[0]:
-            return bank
+            return bank  # a slice, even of all of it, would copy the gradient
         return bank[: self.params[name].shape[0]]
 
     def look_up(self, reading: Reading) -> dict[str, Tensor]:
         """The rows of the embedding (T, D), and of the tables: value_embeds (T, E H d) and ngrams
         (G T, W)."""
         rows = reading.rows()
-        return {name: F.embedding(rows[source], getattr(self, name)).to(self.lm_head.dtype)
-                for name, source in LOOKED_UP_AT.items() if name in self.params}
+        return {name: F.embedding(rows[at], getattr(self, name)).to(self.lm_head.dtype)
+                for name, at in LOOKED_UP_AT.items() if name in self.params}
 
     def amounts(self) -> Amounts | None:
         """How much of each part is added to the stream; None without scalars."""
@@ -1008,7 +1010,7 @@ class GPT(nn.Module):
             made_masks = masks.sdpa_masks(documents, setting.windows)
         long_mask, short_mask = made_masks
         see_far = (c.num_layers - 1) // 2, c.num_layers - 1  # the layers that have the long window
-        dtype = self.lm_head.dtype  # `loss_without_gradient` may have replaced the weights
+        dtype = self.lm_head.dtype  # bf16 while `loss_without_gradient` replaces weights in fp16
         cos, sin = rotary_table(
             len(begins), setting.frequencies, c.head_dim, dtype, self.device)
         score_scale = constant(self.device, setting.score_scale)
@@ -1028,7 +1030,7 @@ class GPT(nn.Module):
         L = c.num_layers
         looked_up = looked_up or self.look_up(reading)
         amounts = self.amounts()
-        first_x, injects, for_late_mix = self.functions.embed_inputs(
+        x, injects, for_late_mix = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
             self.weight("length_vectors"), self.signs, amounts, L)
         # the value embeddings (T, H d) of the layers that have some
@@ -1040,17 +1042,16 @@ class GPT(nn.Module):
         products = self.precision.layers[training]
 
         # 2. The layers, one after another.
-        x = first_x
-        outputs = []
+        streams = [x]
         for of_this_layer in zip(weights, contexts, products):
             x = self.functions.block(x, *of_this_layer)
-            outputs.append(x)
+            streams.append(x)
 
         # 3. The sources: the first stream; those after about a third of the layers, after about two
         # thirds, and before the last layer; what `embed_inputs` says of the past; and the first
-        # value embedding. (With one or two layers some index is -1: the last stream.)
-        earlier = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
-        return x, (first_x, *earlier, *for_late_mix, *value_embeds[:1])
+        # value embedding.
+        earlier = [streams[n] for n in (0, L // 3, 2 * L // 3, L - 1)]
+        return x, (*earlier, *for_late_mix, *value_embeds[:1])
 
     def forward(self, reading: Reading, targets: Targets, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
