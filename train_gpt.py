@@ -36,7 +36,7 @@ from nanogpt import process
 
 LAUNCHED = time.perf_counter()
 LOCAL_GPU = process.local_rank()
-# Before the first step a signal ends the process at once; later Run.save_or_stop ends the run.
+# Until the run is ready a signal ends the process at once; later Run.save_or_stop ends the run.
 STOP = process.Stop()
 
 if __name__ == "__main__":
@@ -1095,8 +1095,8 @@ class GPT(nn.Module):
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
-    targets and the recall table to 0. Returns all weights but those of tables, in float32. A
-    collective."""
+    targets and the recall table to 0. Returns all weights but those of tables, in float32 or wider.
+    A collective."""
     torch.manual_seed(seed)
     full = {}
     for name, param in model.params.items():
@@ -1381,8 +1381,8 @@ def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
 
 
 class Optimizer:
-    """Muon, Adam and `Tables` over the parameter table. The ranks share the work, if there is a
-    process group."""
+    """Updates all parameters by Muon, Adam and `Tables`. The ranks share the work, if there is a
+    process group. To make one is a collective."""
 
     def __init__(self, model: GPT):
         self.model = model
@@ -1403,8 +1403,8 @@ class Optimizer:
         self.parts = {  # this rank's parts of the other banks, as views
             name: self.own_part(name, bank) for name, bank in self.banks.items()
             if name not in self.tables.tables}
-        # What is updated together: all small banks. Each of the others is by itself, so that it can
-        # be handed out as soon as it is updated.
+        # All small banks are updated together. Each of the others is by itself, so that it can be
+        # handed out as soon as it is updated.
         small = tuple(name for name in self.parts if model.params[name].share == "all")
         self.updated_together = [(name,) for name in self.parts if name not in small]
         self.updated_together += [small] if small else []
@@ -1418,8 +1418,8 @@ class Optimizer:
         self.reset(self.banks)  # fills all of these, so that the warm-up can use them
 
     def reset(self, full: dict[str, Tensor]) -> None:
-        """Starts anew from the weights `full`, if possible the float32 ones of `initialize`.
-        The tensors stay where they are, as CUDA graphs write to them. A collective."""
+        """Starts anew from the weights `full`: those of `initialize`, or for a warm-up the banks
+        themselves. The tensors stay where they are, as CUDA graphs write to them. A collective."""
         for name, master in self.masters.items():
             master.copy_(self.own_part(name, full[name]))
             for moment in self.state[name]:
@@ -1535,8 +1535,8 @@ class Optimizer:
 
     @torch.no_grad()
     def go_half_way_to_averages(self) -> None:
-        """After the last step: moves the weights of the model. Half of the way, because the whole
-        average did harm where it went over too many steps (records/long_runs.md). The recipes need
+        """After the last step: moves all weights half-way to their averages. The whole way did harm
+        where an average went over too many steps (records/long_runs.md). The recipes need
         not know, as only validation comes after this, which uses none. A collective."""
         for name, average in self.averages.items():
             self.masters[name].lerp_(average, 0.5)
@@ -1594,7 +1594,7 @@ def stages(c: Config) -> list[tuple[int, int, Stage]]:
 
 
 def stage_of(step: int, c: Config) -> Stage:
-    """The stage of the update that comes after `step` updates. When all are done, it is the last
+    """The stage of the step that comes after `step` steps. When all are done, it is the last
     stage of the schedule."""
     last = SCHEDULES[c.schedule][-1]
     return next((stage for _, end, stage in stages(c) if step < end), last)
@@ -1711,8 +1711,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. This stream waits until the batch is prepared, the other ones until the step before is
-    # over, and the CPU until the used rows are counted. Then the ranks send each other these rows.
+    # 1. This stream and that of the past wait for each other (`meet`), and the CPU waits until the
+    # used rows are counted (`used_rows`). Then the ranks send each other these rows (`begin`).
     model.past.meet()
     rows = [reading.rows() for reading, _ in batch.micro_batches]
     optimizer.tables.begin(rows, batch.used_rows())
@@ -1781,7 +1781,7 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
 
 
 def seed_rounding(seed: int, step: int, device: torch.device) -> None:
-    """Random numbers of a step, by which numbers are rounded, depend on seed, step and rank alone.
+    """Lets the random numbers of a step depend on seed, step and rank alone. Rounding takes them.
     So a run that goes on from a save rounds as an undisturbed one. (torch.manual_seed does this,
     too, but also keeps a stack trace for each kind of GPU that is not in use, which takes tenths of
     a millisecond.)"""
@@ -1811,7 +1811,7 @@ class Run:
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = ranks.Requests(self.device)
-        self.state = partial(checkpoints.state_of, optimizer)
+        self.get_state = partial(checkpoints.state_of, optimizer)
         arrays = shards.packed_batches(
             run_files.train_paths, c, batch_plan(c), first_step=self.step)
         self.batches = shards.ahead(rank_batches(arrays, c, self.device))
@@ -1862,12 +1862,12 @@ class Run:
         have come to all ranks yet. Raises BadInput if a loss is not finite. A collective."""
         for step, loss, others in self.log.arrived(self.step):
             self.requests.hear(others)
-            faults.check_loss("training", loss, step, self.state)
+            faults.check_loss("training", loss, step, self.get_state)
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         A signal may take effect a few steps late (`Requests`). A collective."""
-        # Not before the first step, as there would be nothing to keep.
+        # No stop before the first step, as there would be nothing to keep.
         self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due())
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
@@ -1878,7 +1878,7 @@ class Run:
             self.keeper.save(self.step)
             self.clock.start()
             if stop:
-                # A message says that another rank has got a signal, but not which one.
+                # The message of another rank does not say which signal it has got.
                 self.ended_by = STOP.signal or "SIGTERM"
 
     def validate(self) -> None:
@@ -1888,7 +1888,7 @@ class Run:
         self.optimizer.hooks.before_validation()
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        faults.check_loss("validation", loss, self.step, self.state)
+        faults.check_loss("validation", loss, self.step, self.get_state)
         if ranks.is_rank_0():
             fp8_static.check_weights(self.model, self.step, self.log)
         self.keeper.validated(self.step, loss)

@@ -30,7 +30,7 @@ from records.console import complain
 from records.log import sha256
 
 ANEW = "leave --resume out to begin anew"
-KINDS = {  # of files: what only their header has, and what to do where another file is given
+KINDS = {  # of files: a key that only their header has, and the remedy if the file is another
     "save": ("updates", ANEW),
     "weights": ("val_loss", "name a file that --save_checkpoint has written, such as "
                 "models/NAME.safetensors"),

@@ -23,8 +23,8 @@ LOWER = "lower the learning rates; if --precision is not bf16, try that"
 def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
     """Returns the status that `train` returns, 1 after a crash, or 2 if the user can mend what went
     wrong. On an error, what `train` has pushed to its argument is done first: it writes a note to
-    the log. If there are several ranks, the one with the error then ends, and torchrun ends the
-    rest. Nothing is saved, as a save takes all ranks."""
+    the log. If there are several ranks, the one with the error then ends. The others fail in their
+    next transfer, or torchrun ends them. Nothing is saved, as a save takes all ranks."""
     try:
         with ExitStack() as at_end:
             status = train(at_end)

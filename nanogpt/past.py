@@ -116,7 +116,7 @@ class Past:
         self.spellings = torch.from_numpy(spellings.of_vocabulary(c.vocab_size)).to(device)
         self.recall_table = recall_table
         self.candidates = candidates
-        self.config = c
+        self.config = c  # of before --minutes has chosen num_steps, epochs and val_interval
         self.device = device
         self.side_stream = SideStream(device)
         self.read_calls = [caller(as_graphs), caller(as_graphs)]

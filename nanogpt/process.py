@@ -2,14 +2,16 @@
 and signals that end a run: SIGINT (Ctrl-C), SIGTERM (kill, a cluster, torchrun), SIGHUP (the
 terminal was closed). This file is used before torch is imported, so it imports nothing of torch.
 
-Before the first step there is nothing to keep, so a signal ends the process at once. From then on
+Until the run is ready there is nothing to keep, so a signal ends the process at once. From then on
 it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
-A Ctrl-C after any of them ends the process at once. A second SIGTERM does not: a cluster may send
-it to all processes, and torchrun hands on to the ranks what it has got itself. When all is written,
-any signal ends the process at once again.
+One that comes during the last steps or later ends nothing: the run is complete soon. A Ctrl-C after
+any signal ends the process at once. A second SIGTERM does not: a cluster may send it to all
+processes, and torchrun hands on to the ranks what it has got itself. When a complete run is
+written, any signal ends the process at once again.
 """
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
 from glob import glob
 
@@ -53,12 +55,12 @@ class Stop:
         self.numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self.end_at_once()
 
-    def end_at_once(self) -> None:
-        """A signal ends the process at once. The system does that, as Python calls no function of
-        ours while the process waits for other ranks."""
+    def end_at_once(self, numbers: Iterable[int] = ()) -> None:
+        """These signals end the process at once; without numbers all do. The system does that, as
+        Python calls no function of ours while the process waits for other ranks."""
         # The system spares process 1, which this may be in a container.
         end = signal.SIG_DFL if os.getpid() > 1 else lambda number, _: os._exit(128 + number)
-        for number in self.numbers:
+        for number in numbers or self.numbers:
             signal.signal(number, end)
 
     def end_after_a_step(self) -> None:
@@ -68,12 +70,15 @@ class Stop:
 
     def notice(self, number: int, frame) -> None:
         if number == signal.SIGINT and not self.signal:  # somebody sits at the terminal
-            say("stopping within a few steps; the next Ctrl-C ends the run at once, "
-                "and loses what is not saved")
+            say("stopping within a few steps, or at the end of the run; the next Ctrl-C ends it at "
+                "once, and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
         if signal.SIGINT in self.numbers:
-            # The next Ctrl-C needs no Python, which may wait for something.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            # torchrun hands on a first Ctrl-C as it is, and a second one as SIGTERM.
+            of_second = [signal.SIGINT]
+            if number == signal.SIGINT:
+                of_second.append(signal.SIGTERM)
+            self.end_at_once(of_second)
 
 
 def say(sentence: str) -> None:

@@ -166,11 +166,10 @@ def gathered(x: Tensor) -> Tensor:
 
 
 class Slices:
-    """The weights but those of tables. Each rank updates one slice of the large ones, and all of
-    the small ones.
-
-    A step sums the gradients over the ranks, of which each gets the part of its slice, and gives
-    every updated slice to all ranks. Both travel in the background:
+    """Sums of gradients, and new weights for all ranks, of all banks but tables. Each rank updates
+    one slice of a large bank, and all of a small one. So a step adds the gradients of all ranks up,
+    gives each rank its slice of the sum, and gives every updated slice to all ranks. Both travel in
+    the background:
 
         slices.start_sum("mlp", gradient)      # ... the GPU works on
         part = slices.finished_sum("mlp")      # waits

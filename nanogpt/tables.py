@@ -60,12 +60,12 @@ class Tables:
         add           takes the gradients of these rows after each pass; the last one sends them
         add_embedding adds those of the token embedding to the gradient of the head, as both are one
                       matrix
-        update        updates the rows, or `reset` forgets the gradients (`gradients` returns those,
-                      so that fp16 can look whether they are finite)
+        update        updates the rows
         finish        makes the main stream wait for that
 
-    Another order raises RuntimeError. Between `finish` and `begin`, whoever else reads the banks
-    calls `complete` first."""
+    Another order of these five raises RuntimeError. To leave a step out, fp16 looks at `gradients`,
+    and calls `reset` in place of `update` and `finish`. Between `finish` and `begin`, whoever else
+    reads the banks calls `complete` first."""
 
     def __init__(self, device: torch.device, tables: dict[str, Table]):
         self.side_stream = SideStream(device)
@@ -77,23 +77,25 @@ class Tables:
     def reset(self) -> None:
         """Makes ready for the next step. A step that was begun but not finished is forgotten."""
         self.last_call = "finish"  # of the methods above
-        self.rows = []  # of each micro-batch, the rows of each source, (lookups,)
+        self.lookups = []  # of each micro-batch, the rows of each source, (lookups,)
         self.used = {}  # UsedRows of each source
         # Sums of gradients over this rank's lookups: (ranks, its rows, own_width) of each table,
         # and with the name lm_head (1, its rows, width) of the token embedding.
         self.local_sums = {}
-        # Of each table the local sums that come from all ranks, (rows, own_width); their transfer.
+        # For each table: the local sums that the ranks send to this one, (rows, own_width), and
+        # their transfer.
         self.arriving = {}
-        # Of each table the sums over all ranks, (1, n, own_width).
+        # For each table: the sums over all ranks, (1, n, own_width), of the n rows that any rank
+        # looks up.
         self.global_sums = {}
-        # For each source, which of these n rows each of the arriving ones is, (rows,).
+        # For each source: which of these n rows each of the arriving ones is, (rows,).
         self.places_of_ranks = {}
 
     def take_turn(self, method: str, after: str) -> None:
         """Notes that a method is called, and raises RuntimeError if it is not its turn."""
         if self.last_call != after:
             raise RuntimeError(f"`{method}` of the tables must be after `{after}`, but was called "
-                               f"after `{self.last_call}` (micro-batches: {len(self.rows)})")
+                               f"after `{self.last_call}` (micro-batches: {len(self.lookups)})")
         self.last_call = method
 
     def begin(self, rows: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
@@ -101,11 +103,11 @@ class Tables:
         and those that the whole step uses. Fetches the other ranks' columns of the rows that this
         rank looks up. The pass that comes next on the main stream waits for that. A collective."""
         self.take_turn("begin", after="finish")
-        self.rows = rows
+        self.lookups = rows
         self.used = used
         if self.world_size > 1:
             self.fetch()
-        self.side_stream.meet()
+        self.side_stream.meet()  # it reads `used`, which another stream has made
 
     @torch.no_grad()
     def fetch(self) -> None:
@@ -167,9 +169,9 @@ class Tables:
                 self.make_room(gradients)
             # For each source, which of this rank's used rows each lookup is, (lookups,).
             places = {source: torch.searchsorted(self.used[source].of_this_rank, rows)
-                      for source, rows in self.rows[i].items()}
-        self.side_stream.meet()  # it waits for the pass
-        is_last = i == len(self.rows) - 1
+                      for source, rows in self.lookups[i].items()}
+        self.side_stream.meet()  # it waits for this pass, and the next pass for what it has begun
+        is_last = i == len(self.lookups) - 1
         with self.side_stream.on():
             for name, table in self.tables.items():
                 sum_rows(self.local_sums[name], places[table.source], gradients[name])

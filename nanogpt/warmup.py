@@ -26,7 +26,7 @@ class WarmUp:
         self.script = script
         self.config = c = model.config
         self.batch_plan = script.batch_plan(c)
-        # Of each stage how many steps it has, and the last of them, which stands for all.
+        # For each stage: how many steps it has, and its last step, which stands for all.
         self.stages = [(end - first, end - 1) for first, end, _ in script.stages(c)]
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
         # not at all. Random tokens are below bos, so only each 600th begins a document.
@@ -36,7 +36,7 @@ class WarmUp:
 
     def run(self, call: Callable) -> None:
         """`call` is gpu.CudaGraphs, or what stands for it. A collective."""
-        if rank_and_world_size()[1] > 1:
+        if self.config.compile and rank_and_world_size()[1] > 1:
             self.compile_share()
         # fp16 may skip the updates of the steps below. So each update is compiled here, and
         # captured as a CUDA graph.
