@@ -522,7 +522,7 @@ class Param(NamedTuple):
     """Describes a parameter of the model, called a bank. What all layers have lies together in one
     bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
-    optimizer: str  # "muon", "adam", or that of tables, "rows" (nanogpt/tables.py)
+    optimizer: str  # "muon" (3-D), "adam", or that of tables, "rows" (nanogpt/tables.py)
     lr: float  # which the factor of the schedule and matrix_factors multiply
     init: Callable[[Tensor], None]  # fills a tensor in place: a float32 one, or a table itself
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
@@ -629,7 +629,10 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param((sources,), init=constants(0, 0, -4, *[0] * (sources - 3)), **late),
     }
-    return {name: param for name, param in params.items() if has.get(name, True)}
+    for name, is_there in has.items():
+        if not is_there:
+            del params[name]
+    return params
 
 
 def norm(x: Tensor) -> Tensor:
@@ -1362,22 +1365,27 @@ def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
 #      part and the state in place.
 #   2. Add the update to EAGER; if one graph is to serve all shapes, also to the names that are
 #      `dynamic` in `compiled_functions`.
-#   3. Make its state in Optimizer.zero_state, and call the update in Optimizer.update, before the
-#      `else` that is Adam's.
+#   3. Make its state in Optimizer.zero_state, and call the update in Optimizer.update.
 #   4. Name it in parameter_table.
 #   5. If it needs a number that Rates lacks: a field there, and its value in Optimizer.rates. Muon
-#      and Adam unpack all fields.
+#      and Adam unpack all fields, so name it there, too.
 #
-# Muon takes stacks of matrices, (n, rows, columns); Adam takes everything as a vector. The head
-# comes as this rank's rows, and with head_every_second its gradient is that of two steps. State
-# begins at 0 (`reset`). As saves name and cut it, its fields have other names than master and
-# average, and its first dimension is that of the master. The MLPs' matrices have larger learning
-# rates: hand `self.matrix_factors[name]` to your update, as Muon gets it; without it all have the
-# same. The warm-up calls the update with gradients of 0. Gradients are sums over the tokens of a
-# batch, not means. To Muon and Adam, which divide by the size of the gradient, that makes no
-# difference as long as batches keep their size, but to plain SGD it does. On a GPU the update runs
-# as a CUDA graph: what changes from step to step must come in a tensor, as the rates do. The rows
-# of tables have a kernel instead, `update_rows` in nanogpt/tables.py.
+# What it should know:
+#
+#   - The part is what the model computes with: end with `cautious_update`, or part.copy_(master).
+#   - Muon takes stacks of matrices, (n, rows, columns); Adam takes everything as a vector. The head
+#     comes as this rank's rows, and with head_every_second its gradient is that of two steps.
+#   - State begins at 0 (`reset`). Saves name a field NAME.FIELD, so none may be called master or
+#     average. They cut it by its first dimension, which must be the master's.
+#   - The MLPs' matrices have larger learning rates: hand `self.matrix_factors[name]` to your
+#     update, as Muon gets it. Without it all have the same.
+#   - Gradients are sums over the tokens of a batch, not means. To Muon and Adam, which divide by
+#     the size of the gradient, that makes no difference as long as batches keep their size. To
+#     plain SGD it does. The warm-up calls the update with gradients of 0.
+#   - On a GPU the update runs as a CUDA graph: what changes from step to step must come in a
+#     tensor, as the rates do.
+#
+# The rows of tables have a kernel instead, `update_rows` in nanogpt/tables.py.
 
 
 class Optimizer:
@@ -1563,13 +1571,16 @@ class Optimizer:
             master, part, state = self.masters[name], self.parts[name], self.state[name]
             # A copy, because compiled graphs depend on where in its memory a tensor begins.
             rates = rates_of[name].clone()
-            if self.model.params[name].optimizer == "muon":
+            optimizer = self.model.params[name].optimizer
+            if optimizer == "muon":
                 self.model.functions.muon_update(
                     master, part, gradient, state, self.matrix_factors[name], rates)
-            else:  # flat, so that one compiled graph serves all shapes
+            elif optimizer == "adam":  # flat, so that one compiled graph serves all shapes
                 flat_state = AdamState(*(moment.view(-1) for moment in state))
                 self.model.functions.adam_update(
                     master.view(-1), part.view(-1), gradient.reshape(-1), flat_state, rates)
+            else:
+                raise ValueError(f"{name}: no update of {optimizer} is called here")
 
     def hand_out(self, name: str):
         """Begins to give this rank's updated part to all ranks. Returns the transfer, which fills
@@ -1920,6 +1931,8 @@ def train(c: Config, at_end: ExitStack) -> int:
                 "computes relu_squared")
     if run_files.saved:
         log.say(f"resumed at step {run_files.saved['step']} from {c.resume}")
+        if run_files.saved.get("code_sha256") != about_run["code_sha256"]:
+            log.say("the steps before were made by another train_gpt.py")
     begin = partial(report.begin, log, script, device, about_run, files, run_files, recipe_names)
     if not chooses_steps(c):
         begin(c)

@@ -301,6 +301,7 @@ class Keeper:
         facts = dict(
             config=dataclasses.asdict(self.config), data=self.log.facts["data"], step=step,
             seconds=self.clock.total, steps=self.log.steps, best=self.best,
+            code_sha256=self.log.facts["run"][0]["code_sha256"],
             updates=optimizer.updates, recipe=optimizer.hooks.state())
         if not is_rank_0():
             return

@@ -150,17 +150,24 @@ def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, c
     assert log.config["resume"] == ""
 
 
-def test_a_run_goes_on_with_its_time_and_its_lost_targets_and_leaves_a_copy_of_a_save_alone(corpus, tmp_path):
+def test_a_run_goes_on_with_its_time_and_its_lost_targets_and_leaves_a_copy_of_a_save_alone(corpus, tmp_path, capfd):
     few = dict(candidates=16, val_interval=0)  # more tokens of a group are targets
     run(options(corpus, tmp_path / "whole", **few))
     assert run(options(corpus, tmp_path, **few), 3) == 130
     copy = shutil.copytree(tmp_path, tmp_path / "copies") / the_save(tmp_path).name
     assert run([f"--resume={copy}", f"--log_dir={tmp_path}"]) == 0
-    assert copy.exists()
+    assert copy.exists() and "another train_gpt.py" not in capfd.readouterr().out
     log, whole = read_log(last_log(tmp_path)), read_log(last_log(tmp_path / "whole"))
     times = [step.time_ms for step in log.steps]
     assert times == sorted(times)
     assert [defect["what"] for defect in log.facts["defect"]] == [defect["what"] for defect in whole.facts["defect"]] != []
+
+
+def test_a_run_that_goes_on_with_other_code_says_so(corpus, tmp_path, monkeypatch, capfd):
+    assert run(options(corpus, tmp_path), 1) == 130
+    monkeypatch.setattr(t, "SOURCE", t.SOURCE + b"# edited\n")
+    assert run(["--resume", f"--log_dir={tmp_path}"]) == 0
+    assert "the steps before were made by another train_gpt.py" in capfd.readouterr().out
 
 
 def test_a_run_whose_weights_found_no_room_says_so_at_its_end(corpus, tmp_path, monkeypatch, capfd):
