@@ -388,7 +388,8 @@ def parse_config(argv: list[str]) -> Config:
 # 2. Products
 #
 # Nearly all the work of training is to multiply activations by large matrices. There are five kinds
-# of such products, the "projections": up to four in each layer, and the output head.
+# of these, the "projections": up to four in each layer, and the output head. Each has one product
+# forward and two backward.
 #
 #   qkv      to queries, keys and values, in one product
 #   o        to the output of attention
@@ -403,9 +404,9 @@ def parse_config(argv: list[str]) -> Config:
 # at fixed points of a step, to scale the loss for example. For that a model has one object of
 # `StepHooks`, which does nothing for all other recipes.
 
-# A number is divided by a scale before it is rounded to FP8. "fp8" measures its scales. The others
-# have constant ones: "fp8-head" for the head alone, "fp8-mlp" for the MLPs, too, and "fp8-qkv" also
-# for queries, keys and values.
+# A number is divided by a scale before it is rounded to FP8 or FP4. "fp8" and "nvfp4" measure their
+# scales. Constant scales have "fp8-head", for the head alone, "fp8-mlp", for the MLPs, too, and
+# "fp8-qkv", also for queries, keys and values.
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
     "fp32": ("fp32",) * 5,

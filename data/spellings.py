@@ -1,6 +1,7 @@
 """Which tokens are one word in several spellings: they differ only in case, accents, or a space
-before. N-grams and matches of spellings are found more often than those of tokens, and mean nearly
-the same (pull request 375 of the speedrun).
+before, or in forms that Unicode calls compatible, as a raised 2 and a 2. N-grams and matches of
+spellings are found more often than those of tokens, and mean nearly the same (pull request 375 of
+the speedrun).
 
 Those of GPT-2's vocabulary lie in a file beside this one, because a machine without a network
 cannot load the vocabulary. Once that file is deleted, `python -m data.spellings` makes it anew.

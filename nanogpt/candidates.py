@@ -8,9 +8,9 @@ on average, less so with more candidates. This is a sampled softmax (Bengio and 
 Every rank draws those of all groups, by the seed and the step. So the candidates are the same on
 any number of GPUs, and the ranks need not tell each other what they have counted.
 
-A small group has fewer targets among its candidates, so more of these are drawn at random; and with
-small groups they are drawn anew more often. Of the sizes that were tried, 8,192 candidates for each
-16,384 tokens gave the lowest loss for their time (records/long_runs.md).
+A small group has fewer targets among its candidates, so more candidates are drawn at random; and
+with small groups they are drawn anew more often. Of the sizes that were tried, 8,192 candidates for
+each 16,384 tokens gave the lowest loss for their time (records/long_runs.md).
 """
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class Candidates:
         self.lost_targets.zero_()
 
     def random_numbers(self, groups: int, step: int) -> Tensor:
-        """Those that the candidates of a step are drawn with: (groups, V) in [0, 1), or (0,)."""
+        """The numbers by which a step's candidates are drawn: (groups, V) in [0, 1), or (0,)."""
         if not self.number:
             return self.target_counts[:0]
         # A prime apart, so that steps of two seeds seldom draw the same. (A CPU's generator takes

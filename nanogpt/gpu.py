@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.compiler.config
@@ -179,7 +179,7 @@ def mark(device: torch.device):
     return torch.cuda.current_stream().record_event() if device.type == "cuda" else NoTransfer()
 
 
-@cache
+@lru_cache(maxsize=None, typed=True)  # 1 and 1.0 are two constants
 def constant(device: torch.device, value: float | tuple[int, ...]) -> Tensor:
     """The number or numbers on the device, copied there once: a CUDA graph that was captured with
     them reads the same memory at every replay."""

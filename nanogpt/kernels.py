@@ -8,9 +8,10 @@ Every kernel has a twin in plain PyTorch. The twin runs where the kernel cannot:
 that lack the hardware, and for dtypes that the kernel does not take. It also tells a reader in a
 few lines what the kernel is for, and the tests compare the two.
 
-Most sections have the same order: the algebra in prose, the kernel, its twin, and the function to
-call. That one is an operator ("custom_op"), so torch.compile takes it as one step and does not look
-inside. The function marked `register_fake` tells the compiler which shapes and dtypes come out.
+Most sections have the same order: the algebra in prose, the kernel, and the function to call, which
+often holds the twin. It is an operator ("custom_op"), so torch.compile takes it as one step and
+does not look inside. The function marked `register_fake` tells the compiler which shapes and dtypes
+come out.
 
 Sections: (1) FP8, (2) rounding, (3) products, (4) the MLP's squared ReLU, (5) the loss. The kernels
 for rows of tables stand in nanogpt/tables.py.
@@ -182,7 +183,7 @@ def _(parts, scale, dtype):
 
 
 def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same for a matrix in one piece."""
+    """`quantize_columns` of one part."""
     return quantize_columns([x], scale, dtype)
 
 
@@ -250,14 +251,13 @@ def _(a, b_t, scale, dtype):
 # --------------------------------------------------------------------------------------------------
 # 4. The MLP's squared ReLU, in the same kernel as the product before it (records 59, 87)
 #
-# The MLP computes z = x up, h = relu(z)^2 and then h down^T (up and down are the weights of the
-# projections up and down). F is several times D, so z and h would be a layer's largest tensors.
-# The kernel has the sums of a tile in registers, and squares and rounds them there: z is never
-# written to memory, and h only in FP8.
+# The MLP computes z = x up, h = relu(z)^2 and then h down^T, with weights up and down (D, F). F is
+# several times D, so z and h would be a layer's largest tensors. The kernel has the sums of a tile
+# in registers, and squares and rounds them there: z is never written to memory, and h only in FP8.
 #
 # Backward, the gradient of h is dh = g down, and that of z is dz = dh * 2 relu(z). As relu(z) is
 # sqrt(h), backward needs h but not z. Where h was rounded to 0, the gradient is 0, too. That is so
-# below hidden_scale / 1024.
+# up to hidden_scale / 1024.
 #
 # The scales are put together in one factor f. The operands hold FP8 numbers, so the product is
 # sums * product_scale, where product_scale is the scale of the one operand times that of the other.
@@ -266,7 +266,7 @@ def _(a, b_t, scale, dtype):
 #     dz8 = sums * f * sqrt(h8)    where f = 2 product_scale sqrt(hidden_scale) / grad_scale
 # So both directions have the same kernel, with few differences at the end.
 
-# Of 16 choices with several tiles for a program these were the fastest on an H200. Two programs
+# The fastest of 16 choices on an H200. A program computes several tiles, one by one. Two programs
 # share a processor, so that one writes its tile while the other multiplies. Both must fit
 # into its 228 KB of shared memory: forward, 2 KB are left.
 HOPPER_TILE = 128  # rows and columns of a tile of y
@@ -372,10 +372,10 @@ def _(a, b_t, product_scale, hidden_scale, h=None, grad_scale=1.0):
 # largest logit first.
 #
 # One program works on one token. It holds all V logits of the token in registers, so it reads them
-# once. (16,384 candidates fit. Of a whole vocabulary Triton puts a part into slower memory, which
-# takes longer than to read the logits twice.) The program writes the loss and the gradient. So the
-# gradient is written once, in FP8, it never exists in bf16, and the backward pass computes nothing
-# again.
+# once. (16,384 candidates fit. A whole vocabulary does not: Triton puts a part of it into slower
+# memory, though to read the logits twice would be faster.) The program writes the loss and the
+# gradient. So the gradient is written once, in FP8, it never exists in bf16, and the backward pass
+# computes nothing again.
 #
 # To read and write its tensors would take about three quarters of the kernel's time, so the number
 # of instructions counts, too. Two tricks save some:
@@ -472,8 +472,9 @@ def capped_cross_entropy(
     z: Tensor, targets: Tensor, cap: list[float], grad_scale: float, bias: Tensor | None = None,
     second_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits z (T, V) before the cap and targets (1 or 2, T) int64 -> each token's loss and its
-    gradient. cap is height, shift and width, as a list, because an operator takes no tuple.
+    """Logits z (T, V), contiguous, before the cap and targets (1 or 2, T) int64 -> each token's
+    loss and its gradient. cap is height, shift and width, as a list, because an operator takes no
+    tuple.
 
     Returns the cross-entropy (T,) in float32, and (T, V) in e5m2 its gradient with respect to z,
     divided by grad_scale. That is at most height / (4 width grad_scale), or with second_weight

@@ -37,8 +37,8 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
 
     Returns eight tensors, which are four pairs: for each block of queries the blocks of keys that
     it sees in part, and in full; for each block of keys the blocks of queries that see it in part,
-    and in full. A pair is how many they are, (W, n), and a list of them, (W, n, n), both int32. The
-    list is longer than that; what follows has no meaning. n is the number of blocks."""
+    and in full. A pair is how many they are, (W, n), and a list of them, (W, n, n), both int32.
+    Only that many entries of a list count. n is the number of blocks."""
     first = documents[::BLOCK_SIZE].contiguous()  # (n,) the document of each block's first token
     last = documents[BLOCK_SIZE - 1 :: BLOCK_SIZE].contiguous()  # (n,) and of its last token
     own = torch.arange(len(first), device=documents.device)  # (n,) the number of each block
@@ -48,15 +48,15 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     # Of each block of queries: the first block of keys it sees, and the first it sees in full.
     first_key = torch.searchsorted(last, first).maximum(oldest)
     first_full_key = torch.searchsorted(first, last).minimum(own).maximum(oldest)
-    # Of each block of keys: the last block of queries that sees it, and the last that sees all of
-    # it, because it ends with the document with which the block of keys begins.
+    # Of each block of keys: the last block of queries that sees some of it, and the last that sees
+    # all of it. The latter ends in the document in which the keys begin.
     last_query = (torch.searchsorted(first, last, right=True) - 1).minimum(newest)
     last_full_query = torch.searchsorted(last, first, right=True) - 1
     last_full_query = last_full_query.maximum(own).minimum(newest)
 
     def blocks(begin: Tensor, end: Tensor, with_own: int) -> tuple[Tensor, Tensor]:
         """The blocks from begin to end - 1, and before them the own block if with_own is 1."""
-        place = own  # (n,) in the list
+        place = own  # 0 to n - 1, here as places in a list
         index = (begin[..., None] + place - with_own).clamp(max=len(own) - 1)
         index = torch.where(place < with_own, own[:, None], index)
         return (end - begin + with_own).int(), index.int()

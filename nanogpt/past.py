@@ -305,19 +305,19 @@ def induced_tokens(tokens: Tensor, begins: Tensor, last: Tensor) -> tuple[Tensor
 #
 #   0 | 15 check bits | the next token, 16 bits
 #
-# A step first sets the places that it will write to 0. Then of all its entries for one place the
-# largest one stays. So entries of this step replace older ones, and within a step the result does
-# not depend on the order in which the GPU or several ranks write. Different n-grams share places.
-# The check bits are from the hash of the last two tokens: if they are the same, the entry nearly
-# always is of this n-gram.
+# A step first sets the places that it will write to 0. Then of all its entries for one place, also
+# of one n-gram, the largest one stays. So entries of this step replace older ones, and within a
+# step the result does not depend on the order in which the GPU or several ranks write. Different
+# n-grams share places. The check bits are from the hash of the last two tokens: if they are the
+# same, the entry nearly always is of this n-gram.
 CHECK_BITS = 0x7FFF
 
 
 def recalled_tokens(table: Tensor, hashes: Tensor,
                     lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """table (R,), hashes (longest_match - 1, T) -> for each position the token that came next when
-    its last n tokens were last read in training, and n, both (T,) int64, and both 0 where no entry
-    is found. n is the largest of `lengths`, which ascend, for which there is one."""
+    """table (R,), hashes (longest_match - 1, T) -> for each position a token that came next in the
+    last step that read its last n tokens, and n, both (T,) int64, and both 0 where no entry is
+    found. n is the largest of `lengths`, which ascend, for which there is one."""
     token = torch.zeros_like(hashes[0])
     length = torch.zeros_like(token)
     bits = hashes[0] & CHECK_BITS

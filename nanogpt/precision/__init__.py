@@ -45,8 +45,7 @@ class Products:
         return down_products.linear(hidden, down, factor)
 
     def for_rows(self, rows: Tensor) -> "Products":
-        """These products for some rows (n,) of w, as the output head needs them, whose loss is
-        computed over a part of the vocabulary."""
+        """These products for rows (n,) of w: the output head takes those of its candidates."""
         return self
 
 
@@ -76,7 +75,7 @@ class StepHooks:
         return gradient
 
     def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> None:
-        """Called when the banks of these names have changed, which are no tables. `masters` has
+        """Called after the banks of these names have changed. None is a table. `masters` has
         this rank's part of each bank, in float32 or wider. A collective."""
 
     def before_validation(self) -> None:

@@ -3,7 +3,7 @@
 refuses there.
 
 Why it works. The magnitudes of fp16 reach from 6e-8 to 65504. Weights and activations fit, but many
-gradients are smaller than 6e-8 and would become 0. So the loss, and with it all of its gradients,
+gradients are smaller than 3e-8 and would become 0. So the loss, and with it all of its gradients,
 is multiplied by S before the backward pass, and the summed gradients are divided by S before the
 optimizer sees them. S is a power of two, which changes no bit where nothing over- or underflows.
 

@@ -4,7 +4,7 @@ One scale for a tensor stays valid when the tensor is transposed. So x, w and dy
 and serve in two products each.
 
 Numerics. These are the steps for a tensor, in order:
-    amax        = max |x|, in float32
+    amax        = max |x|, in float32, but at least 1e-12
     multiplier  = 448 / amax (57344 / amax for gradients), divided in float64, kept in float32
     x8          = x * multiplier, clamped to the format's range, rounded to nearest even
     scale       = 1 / multiplier, divided in float64, kept in float32

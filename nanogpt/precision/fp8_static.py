@@ -4,7 +4,8 @@ Where numbers lie is known beforehand for the inputs of most products: they come
 vectors, so that |x| is at most sqrt(D), or are the squared results of a product of such inputs.
 
 Each of x, w and dy is rounded once and stored as it is and transposed (nanogpt/kernels.py, section
-2). Backward, only the gradient of the MLP's hidden layer has fast accumulation (section 3 there).
+2). Backward, only Hopper's kernel for the MLP's hidden layer has fast accumulation (section 4
+there).
 """
 import torch
 
@@ -106,7 +107,7 @@ class StaticFP8(Products):
 
 
 STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
-STATIC["lm_head"] = StaticFP8(HEAD_INPUT_SCALE)
+STATIC["lm_head"] = StaticFP8(HEAD_INPUT_SCALE)  # only a mark: head_loss takes FP8HeadLoss
 
 # A model learns to live with clamped weights. But validation clamps nothing and sees another model:
 # a long run once went wrong that way without a word (records/long_runs.md).
@@ -122,7 +123,7 @@ def check_weights(model, step: int, log) -> None:
     weights = {"qkv": qkvo[:, :3], "up": mlp[:, 0], "down": mlp[:, 1],
                "lm_head": model.weight("lm_head")}
     if model.config.scalars:
-        *_, down, _ = model.amounts().of_layers.unbind(1)  # (L,), which multiplies these weights
+        down = model.amounts().of_layers[:, 3]  # (L,), which multiplies these weights
         weights["down"] = down[:, None, None] * weights["down"]
     for projection, weight in weights.items():
         if model.precision.recipe_names[projection] != "fp8-static":

@@ -11,7 +11,8 @@ survive:
   weights share a scale in blocks of 16 x 16, which stay the same when they are transposed.
 - Stochastic rounding. A gradient that is much smaller than its block's largest would always round
   to 0. So gradients are rounded up or down at random, such that they are right on average. (But the
-  largest of a block is clamped, up to 6 % smaller, where the block's scale was rounded down.)
+  largest of a block is clamped where the block's scale was rounded down: up to 6 % smaller, and up
+  to a third in blocks that are very small beside the tensor's amax.)
 - A random Hadamard transform. Both operands of wgrad are multiplied by the same orthogonal 16 x 16
   matrix, block by block along the sum. It cancels in the product. But it spreads an outlier evenly
   over its block of 16 tokens, whose other values would otherwise round to 0. The matrix is

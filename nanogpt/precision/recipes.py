@@ -20,7 +20,7 @@ PROJECTIONS = ("qkv", "o", "up", "down", "lm_head")
 
 
 def plain_recipe(c) -> str:
-    """That of the model's own dtype: "bf16", "fp16", "fp32" or "fp64". c: train_gpt.Config"""
+    """The recipe of the model's own dtype: "bf16", "fp16", "fp32" or "fp64". c: train_gpt.Config"""
     if c.dtype == "auto":
         return c.precision if c.precision in PLAIN_DTYPES else "bf16"
     dtype = getattr(torch, c.dtype)
@@ -29,7 +29,8 @@ def plain_recipe(c) -> str:
 
 def choose(c, wanted: dict[str, str], device: torch.device) -> dict[str, str]:
     """The recipe of each projection, by their names. `wanted` are those of --precision, and `c` is
-    train_gpt.Config. Raises BadInput where the user asked for what cannot be."""
+    train_gpt.Config. All are plain where a width is no multiple of 16. Raises BadInput if a GPU
+    lacks bf16 or --float8_all_gather lacks fp8."""
     plain = plain_recipe(c)
     is_wide = plain in ("fp32", "fp64")
     lacks_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(
@@ -94,8 +95,8 @@ class Precision:
 
     def products_of(self, projection: str, bank: str, rows: slice,
                     transposed: bool = False) -> Products:
-        """Those of a projection whose weight (N, K) is these rows of a bank, or is there as
-        (K, N)."""
+        """The products of a projection. These rows of a bank are its weight, as (N, K) or, if
+        transposed, as (K, N)."""
         name = self.recipe_names[projection]
         if name in PLAIN_DTYPES:
             return PLAIN
