@@ -86,6 +86,7 @@ def work(argv: list[str]) -> int:
         sys.stdout.buffer.write(read_bytes(args.log))
     elif args.command == "new":
         logs = [log for path in args.logs for log in read_logs(path)]
+        logs.sort(key=lambda log: log.config["seed"])
         folder = record.new(args.name, logs, args.claim, args.data)
         print(f"wrote {folder}; write its README.md, then run `python -m records table`")
     elif args.command == "compare":

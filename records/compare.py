@@ -48,7 +48,7 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
         values = [[log.end[key] for log in logs] for logs in sides]
         lines.append(verdict(what, unit, *values, digits))
     a, b = (shared(logs[0]) for logs in sides)
-    for what in ("config", "machine"):
+    for what in ("machine", "config"):
         for key in differing(a[what], b[what]):
             lines.append(f"{what}: {key} is {value_of(key, a[what])} in A and "
                          f"{value_of(key, b[what])} in B")

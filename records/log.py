@@ -23,7 +23,7 @@ SHORT = re.compile(
     rb"the code of this log is that of ([\w.-]+); the whole log has the sha256 ([0-9a-f]{64})\n")
 # A log: the source with the rule, the line `run`, the lines `file`, and the rest.
 PARTS = re.compile(
-    rb"(.*?\n={100}\n)(run [^\n]*\n)((?:file [^\n]*\n)*)(.*)", re.DOTALL)
+    rb"\A(.*?\n={100}\n)(run [^\n]*\n)((?:file [^\n]*\n)*)(.*)", re.DOTALL)
 
 
 @dataclass
@@ -79,6 +79,8 @@ def read_bytes(path: Path) -> bytes:
     if not short:
         return raw
     first_path = path.parent / short[1].decode()
+    if not first_path.exists():
+        raise ValueError(f"{path}: its code is in {first_path.name}, which is missing.")
     run, end, rest = raw[short.end():].partition(b"\n")
     whole = PARTS.sub(lambda first: first[1] + run + end + first[3] + rest, first_path.read_bytes())
     if sha256(whole) != short[2].decode():
@@ -114,12 +116,17 @@ def parse(path: str, raw: bytes) -> Log:
     """The log with this content. Raises ValueError and LookupError."""
     source, found, rest = raw.partition(f"\n{RULE}\n".encode())
     if not found:
-        raise ValueError("no line of 100 '=' behind the code")
+        raise ValueError("no line of 100 '=' behind the code (or lines end as on Windows)")
     text, has_end, end = rest.decode(errors="replace").partition(f"\n{RULE}\n")
     lines = text.split("\n")
     if not has_end:
         lines.pop()  # it may be half a line
+    elif not end.endswith("\n") or "\ncode_sha256: " not in end:
+        raise ValueError("its end is cut off")
     facts, steps = read_lines(lines)
+    for kind in ("run", "config", "environment"):
+        if not facts[kind]:
+            raise ValueError(f"it has no line that begins with {kind}")
     results = {}
     for line in end.splitlines():
         key, value = line.split(": ", 1)

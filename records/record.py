@@ -35,7 +35,7 @@ def shared(log: Log) -> dict:
     data = {f"{shard['split']} {shard['name']}": shard["sha256"] for shard in log.facts["data"]}
     config = {key: value for key, value in log.config.items() if key not in PER_RUN}
     keys = CPU_MACHINE if "CPU" in log.environment["devices"] else MACHINE
-    machine = {key: log.environment.get(key) for key in keys}  # older logs lack the threads
+    machine = {key: log.environment[key] for key in keys if key in log.environment}
     code = {path: sha256(content) for path, content in log.files.items()}
     return dict(code=code, data=data, config=config, machine=machine)
 
@@ -62,8 +62,8 @@ def refuse_mixed(logs: list[Log]) -> None:
                     f"{log.path}.")
     seeds = [log.config["seed"] for log in logs]
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"runs of one kind have different seeds, not {seeds}; the first one is "
-                         f"{logs[0].path}.")
+        raise ValueError(f"runs of one kind have a seed each; these have {seeds}, from "
+                         f"{logs[0].path} on.")
 
 
 def pm(values: list[float], digits: int) -> str:
@@ -148,6 +148,8 @@ def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
     date = min(log.run["date"] for log in logs)[:10]
     folder = RECORDS / f"{date}_{name}"
     record = Record(folder.name, logs, claim, data_name)
+    if folder.exists():
+        raise ValueError(f"{folder} is there already; choose another name.")
     folder.mkdir()
     (folder / "log_1.txt").write_bytes(logs[0].raw)
     for number, log in enumerate(logs[1:], 2):

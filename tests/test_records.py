@@ -132,7 +132,7 @@ def test_check_names_what_does_not_follow_from_the_logs(root, capsys, page, old,
     (dict(device="GPU"), "runs of one kind have one machine, but "),
     (dict(cpu="Other CPU"), "runs of one kind have one machine, but cpu is 'Some CPU' in"),
     (dict(train_sum="3" * 64), "runs of one kind have one data, but train a.bin is"),
-    (dict(seed=1), "runs of one kind have different seeds, not [1, 1]"),
+    (dict(seed=1), "runs of one kind have a seed each; these have [1, 1]"),
     (dict(resume="x"), "a run that was resumed has no place"),
     (dict(was_stopped=True), "b.txt: a run that was interrupted or has no end has no place"),
     (dict(target=None), "a run that has no target (--target_loss) has no place"),
@@ -154,11 +154,12 @@ def test_runs_that_do_not_belong_together_are_refused_by_the_first_difference(ro
     (lambda lines: ["print('another')", *lines[1:]], "train_gpt.py in it is no longer"),
     (lambda lines: ["a text"], "no line of 100 '='"),
     (lambda lines: [line.replace("target: 4.2", "target: 3.9") for line in lines], "the results are not those of the last line"),
-    (lambda lines: [line for line in lines if not line.startswith("config")], "no whole log"),
+    (lambda lines: [line for line in lines if not line.startswith("config")], "no whole log: it has no line that begins with config"),
+    (lambda lines: ["\n".join(lines)[:-1]], "its end is cut off"),
     (lambda lines: 2 * lines, "no whole log"),
     (lambda lines: [line.replace("train_time_s: 1.000", "train_time_s: 0.900") for line in lines], "not those of the last line"),
     (lambda lines: [line + " {" if line.startswith("note") else line for line in lines], "neither a step nor a fact"),
-], ids=range(9))
+], ids=range(10))
 def test_a_damaged_log_is_one_sentence(tmp_path, damage, sentence):
     path = tmp_path / "log.txt"
     path.write_text("\n".join(damage(lines_of())))
