@@ -9,8 +9,9 @@ MODEL is a file that `train_gpt.py --save_checkpoint=models/NAME.safetensors` ha
 
 **Loss** is in nats per token, or per byte if tokens are bytes, over the text's tokens and the end
 of each document. On shards it is what the trainer calls val_loss: over their first val_tokens
-tokens, in sequences of the model's val_seq_len. On a CPU these have 16,384 tokens at most, which
-cut more documents, so the loss is a bit higher.
+tokens, in sequences of the model's val_seq_len; of several models the longest one counts for all.
+On a CPU sequences have 16,384 tokens at most, which cut more documents, so the loss is a bit
+higher.
 **Bits per byte** divides by the bytes of the text in UTF-8, and leaves out the ends of documents,
 which have no bytes. So models with different tokens can be compared.
 **HellaSwag** (Zellers et al. 2019) gives a context and four endings, of which one is right. We
@@ -134,12 +135,11 @@ class Model(NamedTuple):
     token_bytes: np.ndarray  # (V,) the number of bytes that each token stands for
 
 
-def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
+def loss_measures(model: Model, tokens: np.ndarray, seq_len: int) -> dict[str, Measure]:
     """Loss and bits per byte; units are documents. The token that begins the next document belongs
     to the one that it ends. The name of the loss says of what tokens it is, as losses of tokens of
     two kinds say nothing about each other. As in the trainer's validation, sequences follow each
     other without gaps, wherever documents begin."""
-    seq_len = model.gpt.config.val_seq_len
     if model.gpt.lm_head.device.type == "cpu":
         seq_len = min(seq_len, CPU_TOKENS)
     scores = []
@@ -197,8 +197,9 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
         config = dataclasses.replace(config, data_dir=options.text)
     has_shards = any(Path(config.data_dir).glob(config.val_files))
     require(has_shards or options.text is not None,
-            f"there are no validation shards in {os.path.abspath(config.data_dir)}, where those of "
-            f"{models[0].path} were; name a text with --text")
+            f"there are no validation shards in {os.path.abspath(config.data_dir)}; start this "
+            f"where {models[0].path} was trained, or name a text with --text")
+    source = f"documents of {config.data_dir}"
     if has_shards:
         paths = shards.find_shards(config, "val")
         tokens = []
@@ -207,7 +208,7 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
             shards.check_kind(paths[0], size, f"name a text file for {model.path} with --text")
             first = shards.validation_tokens(paths, size, config.val_tokens)
             tokens.append(first.astype(np.int64))
-        return f"documents of {config.data_dir}", tokens
+        return source, tokens
     notes = []
     documents = list(texts.read_all([options.text], options, notes))
     for note in notes:
@@ -218,7 +219,7 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
         begin = [model.gpt.bos]
         parts = [begin + model.encode(document) for document in documents]
         tokens.append(np.concatenate([*parts, begin]))  # the end of the last document
-    return f"documents of {options.text}", tokens
+    return source, tokens
 
 
 def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -> None:
@@ -266,7 +267,9 @@ def work(argv: list[str]) -> None:
         measured = [hellaswag_measures(model, items) for model in models]
     else:
         source, tokens = read_text(options, models)
-        measured = [loss_measures(*pair) for pair in zip(models, tokens)]
+        # Where sequences are longer, a model sees more of a document. So all have the same length.
+        seq_len = max(model.gpt.config.val_seq_len for model in models)
+        measured = [loss_measures(*pair, seq_len) for pair in zip(models, tokens)]
     show(models, measured, source)
 
 

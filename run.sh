@@ -54,13 +54,15 @@ if [ "${1:-}" = test ]; then
   exec "$python" -m pytest -q -n 2 --dist worksteal tests "$@"
 fi
 
-# 3. The data. Wrong keys, and values out of range, are found before any are made or fetched.
+# 3. The data. Wrong keys, and values out of range, are found before data is made or fetched.
 asked=" ${keys[*]-} "
 case $asked in
   *" --help "* | *" -h "*) exec "$python" train_gpt.py "${keys[@]}" ;;
 esac
 "$python" train_gpt.py ${keys[@]+"${keys[@]}"} --help > /dev/null
-gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+# Ctrl-C ends this command at once, too, without a traceback.
+gpus=$("$python" -c "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
+import torch; print(torch.cuda.device_count())")
 case $asked in *" --preset=laptop "* | *" --device=cpu "*) gpus=0 ;; esac
 tokens=auto  # bytes if GPT-2's vocabulary cannot be fetched
 [ "$gpus" = 0 ] && tokens=bytes

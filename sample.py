@@ -5,7 +5,7 @@
 
 MODEL is a file that `train_gpt.py --save_checkpoint=models/NAME.safetensors` has written. A text
 ends where the model ends the document, after --sample_tokens, or where the model's sequences end.
-Of a text that is longer than these the model reads the end.
+Of a text that leaves too little room in them the model reads the end.
 
 For each new token the whole text is computed anew. To keep what layers know of earlier tokens would
 be faster, but would need a second version of each layer, as layers here read more of earlier tokens
@@ -84,13 +84,14 @@ def continued(model, text: str, count: int, temperature: float = 0.8,
               seed: int = 0) -> Iterator[str]:
     """The text, then a piece for each token that the model adds to it: at most `count`, up to the
     end of the document or of the model's sequences. A piece may be empty, as a character may take
-    several tokens. Of a text that fills a sequence, the model reads the end, which fills half of
-    one. Control characters become question marks (`harmless`)."""
+    several tokens. If the text leaves no room in a sequence for `count` tokens, or for half of one,
+    the model reads the end of it. Control characters become question marks (`harmless`)."""
     encode, to_bytes = codec(model.config.vocab_size)
     tokens = [model.bos, *encode(text)]
     most = model.config.seq_len
-    if len(tokens) >= most:
-        tokens = [model.bos, *tokens[-(most // 2) :]]
+    room = max(most - count, most // 2 + 1)
+    if len(tokens) > room:
+        tokens = [model.bos, *tokens[1 - room :]]
     end = min(most, len(tokens) + count)
     generator = torch.Generator(model.lm_head.device).manual_seed(seed)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -127,7 +128,7 @@ def work(argv: list[str]) -> None:
     option = parser.add_argument
     option("model", metavar="MODEL", help="file that --save_checkpoint has written")
     option("text", metavar="TEXT", nargs="?",
-           help="text to continue; without it, what comes from standard input")
+           help="text to continue, in quotes; without it, what comes from standard input")
     option("--temperature", type=float, default=0.8,
            help="below 1 the probable becomes more probable; 0: always the most probable token")
     option("--sample_tokens", type=int, default=256, help="tokens to add at most")
@@ -137,12 +138,14 @@ def work(argv: list[str]) -> None:
     for name in ("temperature", "sample_tokens"):
         value = getattr(options, name)
         require(value >= 0, f"--{name}={value} must be 0 or more")
+    require(0 <= options.seed < 2**32, f"--seed={options.seed} must be from 0 to {2**32 - 1}")
     model = load(options.model, options.device)
     text = options.text
     if text is None:
         if sys.stdin.isatty():
             complain("type the text to continue, and then Ctrl-D on a line of its own")
-        text = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
+        text = sys.stdin.buffer.read().decode(errors="replace")
+        text = text.removesuffix("\n").removesuffix("\r")
     for piece in continued(
             model, text, options.sample_tokens, options.temperature, options.seed):
         print(piece, end="", flush=True)

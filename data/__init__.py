@@ -21,6 +21,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def harmless(text: str) -> str:
-    """The text with question marks in place of control characters, but for ends of lines and tabs.
-    They could change how a terminal works, and a model may write them."""
-    return "".join("?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    """The text without carriage returns, which texts of Windows have, and with question marks in
+    place of other control characters, but for ends of lines and tabs. They could change how a
+    terminal works, and a model may write them."""
+    return "".join("?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c
+                   for c in text if c != "\r")

@@ -6,7 +6,7 @@
 huggingface_hub tries again when the connection drops, goes on where it was interrupted, and gives a
 shard its name when it is whole. The same command again fetches only what is missing.
 
-Exit status: 0 all there, 2 bad arguments or could not be fetched, with one sentence on stderr.
+Exit status: 0 all there, 2 bad arguments or could not be fetched, with a sentence on stderr.
 """
 import argparse
 import signal

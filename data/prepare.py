@@ -7,7 +7,8 @@
 
 INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a text          one document, or with --split or --split_blank several
-    JSON lines      an object on each line, with the text of one document under --key
+    JSON lines      an object on each line, with a text, as above, under --key. A file whose first
+                    line is such an object counts as JSON lines, whatever it is called
     a folder        the files of text and of source code in it and in its subfolders (texts.py has
                     their endings), without hidden ones and without those that are not text
 
@@ -217,8 +218,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="use the English that Python itself brings along")
     add("--out", help="folder for the shards; default data/NAME of the first INPUT")
     add("--tokens", choices=["auto", "gpt2", "bytes"], default="auto",
-        help="GPT-2's, a token per byte (ids 0-255), or GPT-2's if there is a GPU and the "
-             "vocabulary can be loaded; default %(default)s")
+        help="bytes: a token per byte (ids 0-255); auto: gpt2 if there is a GPU and the "
+             "vocabulary can be loaded, else bytes; default %(default)s")
     add("--bytes", action="store_const", const="bytes", dest="tokens",
         help="short for --tokens=bytes")
     texts.add_options(parser)

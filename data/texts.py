@@ -9,13 +9,14 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from glob import glob
 from pathlib import Path
 
 from data import BadInput, require
 
 JSON_LINES = {".jsonl", ".ndjson", ".jsonlines", ".json"}
 SUFFIXES = JSON_LINES | {  # of the files that are taken from a folder
-    ".txt", ".text", ".md", ".rst", ".org", ".tex", ".html", ".css",
+    ".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".org", ".tex", ".html", ".htm", ".css",
     ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".hs", ".java", ".jl", ".js", ".jsx",
     ".kt", ".lua", ".php", ".pl", ".py", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift",
     ".ts", ".tsx",
@@ -50,9 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def visible_files(folder: str) -> list[Path]:
-    """The files in this folder and its subfolders that are not hidden, sorted."""
-    return [path for path in sorted(Path(folder).rglob("*")) if path.is_file()
-            and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    """The files in this folder and its subfolders, also linked ones, that are not hidden, sorted.
+    (glob passes over hidden names.)"""
+    paths = [Path(folder, name) for name in glob("**", root_dir=folder, recursive=True)]
+    return sorted(path for path in paths if path.is_file())
 
 
 def find_files(item: str) -> list[Path]:
@@ -61,6 +63,7 @@ def find_files(item: str) -> list[Path]:
     if not os.path.isdir(item):
         require(os.path.exists(item), f"{item}: no such file or folder; check the path")
         return [Path(item)]
+    require(os.access(item, os.R_OK | os.X_OK), f"{item}: cannot be read; check its permissions")
     require(not any(Path(item).glob("*_train_*.bin")),
             f"{item}: a folder of shards; train on them with --data_dir={item}")
     found = [path for path in visible_files(item) if path.suffix.lower() in SUFFIXES]
@@ -154,15 +157,19 @@ def json_lines(lines: Iterable[str], key: str, path: Path) -> Iterator[str]:
         place = f"{path}, line {number}"
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             entry = None
         if not isinstance(entry, dict):
             raise BadInput(f'{place}: no JSON object like {{"{key}": "..."}}; repair it, or write '
-                           "each object on a line, as by jq -c '.[]' OLD > NEW.jsonl for an array")
-        if not isinstance(entry.get(key), str):
+                           "each object on a line: jq -c . OLD > NEW.jsonl (jq -c '.[]' for an "
+                           "array)")
+        if key not in entry:
             keys = f"{', '.join(map(repr, entry)):.200}"
-            raise BadInput(f'{place}: an object without a text "{key}", with the keys {keys}; name '
-                           "that of its text with --key")
+            raise BadInput(f'{place}: an object without "{key}", with the keys {keys}; name that '
+                           "of its text with --key")
+        if not isinstance(entry[key], str):
+            raise BadInput(f'{place}: "{key}" is {json.dumps(entry[key]):.40}, which is no text; '
+                           "leave such lines out")
         yield entry[key]
 
 

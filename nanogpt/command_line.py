@@ -140,9 +140,11 @@ def preset_of(values: dict) -> str:
 
 
 def parse(script, argv: list[str]) -> dict:
-    """The values that argv names, by their keys. Raises BadInput on an unknown key and on a value
-    of another type."""
+    """The values that argv names, by their keys. Raises BadInput on an unknown key, on a value of
+    another type, and if both --minutes and --num_steps are given."""
     values = vars(parser_of(script, preset_of({})).parse_args(argv))
+    require(not (values.get("minutes") and "num_steps" in values),
+            "--minutes chooses the number of steps; leave out --minutes or --num_steps")
     if values.pop("help", False):
         configure(script, preset_of(values), values)  # run.sh finds values out of range by this
         parser_of(script, preset_of(values)).print_help()

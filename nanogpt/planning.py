@@ -3,9 +3,10 @@
 `script` is the module train_gpt, and `c` its Config. A plan of batches is the number of sequences
 of each step's batch; it follows from the configuration by rules that stand in train_gpt.py.
 
-What is given is laid over the values of the save that --resume means, over a preset, or over what
-fits a text. A run is fitted (`fit`) for somebody who brings any text and should not have to work
-out the rest. (Other runs need a certain amount of text and refuse less.)
+What is given is laid over a preset, or over what fits a text; over the values of the save that
+--resume means only if it does not change the result. A run is fitted (`fit`) for somebody who
+brings any text and should not have to work out the rest. (Other runs need a certain amount of text
+and refuse less.)
 """
 import dataclasses
 import math
@@ -31,8 +32,6 @@ def parse_config(script, argv: list[str]):
     """The train_gpt.Config of a run. Raises BadInput on an unknown key or a wrong value, and if the
     run is to be fitted to a text that cannot be read."""
     values = parse(script, argv)
-    require(not (values.get("minutes") and "num_steps" in values),
-            "--minutes chooses the number of steps; leave out --minutes or --num_steps")
     brings_text = "data_dir" in values and not values.get("preset")
     cuda = has_cuda(values.get("device"))
     # The configuration holds the path of the save that was found, and not "newest".
@@ -98,9 +97,10 @@ def fit(script, given: dict, cuda: bool):
     stays = {name: value for name, value in given.items() if name not in upper_bounds}
     c = dataclasses.replace(c, **tables_that_fit(c, sum(train), cuda) | stays)
     c = dataclasses.replace(c, **lengths_that_fit(c, stages, train, val) | stays)
-    wanted, most_epochs = given.get("num_steps"), math.inf
-    if wanted is None:
-        wanted, most_epochs = math.inf, MOST_EPOCHS.get(preset, 1)
+    wanted = given.get("num_steps", math.inf)
+    most_epochs = math.inf
+    if "num_steps" not in given:
+        most_epochs = MOST_EPOCHS.get(preset, 1)
         if preset in MOST_EPOCHS and "minutes" not in given:
             c = dataclasses.replace(c, minutes=MINUTES)
     steps = steps_that_fit(c, stages, train, wanted, given.get("epochs", most_epochs))

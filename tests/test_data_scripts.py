@@ -218,11 +218,11 @@ BAD = [  # name, content, what the sentence says
     ("a.txt", WIDE.encode("utf-16le"), "iconv -f utf-16le -t utf-8"),
     ("a.txt", "café".encode("latin-1") * 9, "cp1252 of Windows"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2: no JSON object"),
-    ("a.json", INDENTED.encode(), "line 1: no JSON object like {\"text\": \"...\"}; repair it, or write each object on a line, as by jq -c"),
+    ("a.json", INDENTED.encode(), "line 1: no JSON object like {\"text\": \"...\"}; repair it, or write each object on a line: jq -c"),
     ("a.jsonl", b'{"body": "fine"}\n', "with the keys 'body'; name that of its text with --key"),
     ("a.jsonl", b"[1, 2]\n", "line 1: no JSON object"),
-    ("a.ndjson", b'{"text": null}', 'line 1: an object without a text "text"'),
-    ("a.ndjson", b'{"text": 5}', 'line 1: an object without a text "text"'),
+    ("a.ndjson", b'{"text": null}', 'line 1: "text" is null, which is no text'),
+    ("a.ndjson", b'{"text": 5}', 'line 1: "text" is 5, which is no text'),
     ("a.txt", b"few words", "too few"),
     ("a.txt", b"", "no text"),
     ("absent.txt", None, "check the path"),
@@ -246,8 +246,10 @@ def test_a_folder_is_searched_and_what_is_left_out_is_said(tmp_path, capsys):
              "u.csv": "a,b", ".hidden/e.txt": "hidden", ".f.txt": "hidden", "blank.txt": " \n\n"}
     for name, content in files.items():
         write(tmp_path / "in" / name, content)
+    write(tmp_path / "elsewhere" / "g.txt", "linked" * 30)
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
     out = run_prepare(tmp_path / "in")
-    expected = [JOINED, "three" * 30, *STORIES, "four\n" * 30]
+    expected = [JOINED, "three" * 30, *STORIES, "four\n" * 30, "linked" * 30]
     assert sorted(map(from_bytes, read_corpus(out))) == sorted(expected)
     said = capsys.readouterr().out
     assert f"left out 2 file(s) of {tmp_path / 'in'}, first " in said

@@ -332,6 +332,6 @@ def test_bits_per_byte_divide_by_the_bytes_of_each_token(tmp_path, monkeypatch):
     tokens = np.array([model.gpt.bos, 4, 3, model.gpt.bos, 2, 10, 1])  # of 4, 3, 3, 2, 0 and 1 bytes
     model = model._replace(token_bytes=np.where(np.arange(384) == model.gpt.bos, 0, model.token_bytes))
     nats = -evaluate.score(model.gpt, tokens[:-1], tokens[1:])
-    measure = evaluate.loss_measures(model, tokens)["bits per byte"]
+    measure = evaluate.loss_measures(model, tokens, model.gpt.config.val_seq_len)["bits per byte"]
     assert measure.result() == pytest.approx(nats[[0, 1, 3, 5]].sum() / math.log(2) / (4 + 3 + 2 + 1))
     assert measure.sizes.tolist() == [7, 3]

@@ -84,17 +84,19 @@ def test_a_sample_ends_with_its_length_its_document_or_the_sequence_and_of_a_lon
     scripted(65, 66, model.bos)
     assert continue_text(model, "x", 10) == "xbc"
     scripted(66)
-    assert continue_text(model, "x" * 253, 10) == "x" * 253 + "cc"  # and the separator: 256 tokens
-    assert continue_text(model, "x" * 255, 10) == "x" * 255 + "c" * 10
+    assert continue_text(model, "x" * 3, 400) == "x" * 3 + "c" * 252  # and the separator: 256 tokens
+    for length in (245, 246, 255, 300):
+        assert continue_text(model, "x" * length, 10) == "x" * length + "c" * 10
 
 
-def test_a_model_reads_the_last_half_sequence_of_a_text_that_leaves_no_room(monkeypatch):
+@pytest.mark.parametrize("count, kept", [(1, 254), (100, 155), (400, 128)])
+def test_a_model_reads_the_end_of_a_text_that_leaves_no_room_but_at_least_half_a_sequence(count, kept, monkeypatch):
     model = untrained()
     read = []
-    monkeypatch.setattr(sample, "next_logits", lambda model, tokens: read.extend(tokens) or torch.zeros(384))
+    monkeypatch.setattr(sample, "next_logits", lambda model, tokens: read.append([*tokens]) or torch.zeros(384))
     encode, _ = sample.codec(384)
-    continue_text(model, "x" * 126 + "y" + "x" * 127 + "z", 1)
-    assert read == [model.bos, *encode("x" * 127 + "z")]
+    continue_text(model, "xyz" * 100, count)
+    assert read[0] == [model.bos, *encode("xyz" * 100)[-kept:]]
 
 
 def test_a_model_of_fp16_whose_activations_overflow_that_continues_texts_all_the_same(tmp_path):
@@ -151,7 +153,7 @@ def test_the_program_hands_on_all_its_options(monkeypatch, capsys):
 def test_a_character_comes_as_soon_as_it_is_complete_and_without_control_characters(scripted):
     encode, _ = sample.codec(384)
     scripted(*encode("aé€\x1b\t\x9b"), *encode("é")[:1], 383)
-    pieces = list(sample.continued(untrained(), "Once\x07 é", 20))
+    pieces = list(sample.continued(untrained(), "Once\x07\r é", 20))
     assert pieces == ["Once? é", "a", "", "é", "", "", "€", "?", "\t", "", "?", "", "�"]
 
 
