@@ -482,7 +482,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 #
 # with inject = first * (the normalised embedding) + past * (what n-grams and matches say). A layer
 # without attention lacks o * attention(...). With --scalars=False all factors are 1, but `first` is
-# 0. `amounts_of`, `embed_inputs` and `block` rely on this order.
+# 0. `amounts_of`, `embed_inputs`, `block` and `check_weights` rely on this order.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,

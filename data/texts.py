@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from glob import glob
 from pathlib import Path
 
 from data import BadInput, require
@@ -51,10 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def visible_files(folder: str) -> list[Path]:
-    """The files in this folder and its subfolders, also linked ones, that are not hidden, sorted.
-    (glob passes over hidden names.)"""
-    paths = [Path(folder, name) for name in glob("**", root_dir=folder, recursive=True)]
-    return sorted(path for path in paths if path.is_file())
+    """The files in this folder and its subfolders that are not hidden, sorted. Links to folders are
+    not followed, as they may form a circle."""
+    return [path for path in sorted(Path(folder).rglob("*")) if path.is_file()
+            and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def find_files(item: str) -> list[Path]:
@@ -145,7 +144,7 @@ def begins_with_object(head: bytes) -> bool:
     """Whether the first line of these bytes is a JSON object, whatever the file is called."""
     try:
         return isinstance(json.loads(head.partition(b"\n")[0]), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

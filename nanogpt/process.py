@@ -5,9 +5,10 @@ terminal was closed). This file is used before torch is imported, so it imports 
 Until the run is ready there is nothing to keep, so a signal ends the process at once. From then on
 it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
 One that comes during the last steps or later ends nothing: the run is complete soon. A Ctrl-C after
-any signal ends the process at once. A second SIGTERM does not: a cluster may send it to all
-processes, and torchrun hands on to the ranks what it has got itself. When a complete run is
-written, any signal ends the process at once again.
+any signal ends the process at once, and so does a SIGTERM after a Ctrl-C, as torchrun hands on a
+second Ctrl-C. A second SIGTERM does not: a cluster may send it to all processes, and torchrun hands
+on to the ranks what it has got itself. When a complete run is written, any signal ends the process
+at once again.
 """
 import os
 import signal
@@ -76,7 +77,7 @@ class Stop:
         if signal.SIGINT in self.numbers:
             # torchrun hands on a first Ctrl-C as it is, and a second one as SIGTERM.
             of_second = [signal.SIGINT]
-            if number == signal.SIGINT:
+            if number == signal.SIGINT and signal.SIGTERM in self.numbers:
                 of_second.append(signal.SIGTERM)
             self.end_at_once(of_second)
 

@@ -246,10 +246,9 @@ def test_a_folder_is_searched_and_what_is_left_out_is_said(tmp_path, capsys):
              "u.csv": "a,b", ".hidden/e.txt": "hidden", ".f.txt": "hidden", "blank.txt": " \n\n"}
     for name, content in files.items():
         write(tmp_path / "in" / name, content)
-    write(tmp_path / "elsewhere" / "g.txt", "linked" * 30)
-    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
     out = run_prepare(tmp_path / "in")
-    expected = [JOINED, "three" * 30, *STORIES, "four\n" * 30, "linked" * 30]
+    expected = [JOINED, "three" * 30, *STORIES, "four\n" * 30]
     assert sorted(map(from_bytes, read_corpus(out))) == sorted(expected)
     said = capsys.readouterr().out
     assert f"left out 2 file(s) of {tmp_path / 'in'}, first " in said
