@@ -197,7 +197,8 @@ def make_corpus(args: argparse.Namespace, notes: list[str]) -> tuple[Path, str]:
     documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args, notes)
     counts = write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
                           kind == "bytes", ", ".join(args.inputs))
-    if (args.split or args.split_blank) and counts["documents"] + counts["duplicates"] <= len(files):
+    num_read = counts["documents"] + counts["duplicates"]
+    if (args.split or args.split_blank) and num_read <= len(files):
         notes.append("nothing was cut: no text has what --split or --split_blank asks for")
     made_of |= {"tokens": kind} | counts
     (folder / "corpus.json").write_text(json.dumps(made_of, indent=1) + "\n", "utf-8")
