@@ -405,8 +405,8 @@ def parse_config(argv: list[str]) -> Config:
 # `StepHooks`, which does nothing for all other recipes.
 
 # A number is divided by a scale before it is rounded to FP8 or FP4. "fp8" and "nvfp4" measure their
-# scales. Constant scales have "fp8-head", for the head alone, "fp8-mlp", for the MLPs, too, and
-# "fp8-qkv", also for queries, keys and values.
+# scales. The others in FP8 have constant scales: "fp8-head" for the head alone, "fp8-mlp" for the
+# MLPs, too, and "fp8-qkv" also for queries, keys and values.
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
     "fp32": ("fp32",) * 5,

@@ -123,7 +123,7 @@ def check_weights(model, step: int, log) -> None:
     weights = {"qkv": qkvo[:, :3], "up": mlp[:, 0], "down": mlp[:, 1],
                "lm_head": model.weight("lm_head")}
     if model.config.scalars:
-        down = model.amounts().of_layers[:, 3]  # (L,), which multiplies these weights
+        down = model.amounts().of_layers[:, 3]  # (L,) the factors of `down`, the fourth of SCALARS
         weights["down"] = down[:, None, None] * weights["down"]
     for projection, weight in weights.items():
         if model.precision.recipe_names[projection] != "fp8-static":
