@@ -107,17 +107,19 @@ def test_orthogonalize_brings_singular_values_of_a_thousandth_and_more_near_1():
 
 
 def normuon(p, grads, lr, decay, momenta):
-    """NorMuon in float64, one matrix at a time: weights (n, rows, cols) after all gradients."""
+    """A moving average of NorMuon's updates in float64, one matrix at a time: weights (n, rows, cols) after all
+    gradients."""
     done = []
     for i, w in enumerate(p):
-        m, S = np.zeros_like(w), 0.0
+        m, S, average = np.zeros_like(w), 0.0, 0.0
         for g, mu in zip((grad[i] for grad in grads), momenta):
             m = mu * m + (1 - mu) * g
             X = polar_express(((1 - mu) * g + mu * m)[None])[0]
             S = 0.9 * S + 0.1 * (X**2).mean(axis=0, keepdims=True)  # a neuron is a column
             scaled = X / np.sqrt(np.maximum(S, 1e-10))
             X = scaled * np.linalg.norm(X) / np.linalg.norm(scaled)
-            w = w - lr * X - np.where(X * w > 0, lr * decay * w, 0)
+            average = 0.3 * average + 0.7 * X
+            w = w - lr * average - np.where(average * w > 0, lr * decay * w, 0)
         done.append(w)
     return np.stack(done)
 
@@ -125,7 +127,8 @@ def normuon(p, grads, lr, decay, momenta):
 def muon(start, grads, lr, decay, momenta):
     """Our Muon after one step for each gradient: (master, part)."""
     master, part = start.clone(), torch.empty_like(start, dtype=torch.bfloat16)
-    state = t.MuonState(torch.zeros_like(start), start.new_zeros(len(start), 1, start.shape[2]))
+    zero = torch.zeros_like(start)
+    state = t.MuonState(zero, zero[:, :1].clone(), zero.clone())
     for grad, momentum in zip(grads, momenta):
         t.muon_update(master, part, grad.clone(), state, start.new_full((len(start), 1, 1), 4 * lr),
                       rates_of(0.25, decay, momentum, 0.9))
@@ -133,7 +136,7 @@ def muon(start, grads, lr, decay, momenta):
 
 
 @pytest.mark.parametrize("rows, cols", [(16, 16), (16, 48), (48, 16)])
-def test_muon_is_normuon_with_cautious_decay(rows, cols, monkeypatch):
+def test_muon_is_an_average_of_normuons_updates_with_cautious_decay(rows, cols, monkeypatch):
     monkeypatch.setattr(t, "orthogonalize", lambda G, dtype: torch.tensor(polar_express(G.numpy())))
     start, grads = normal(3, rows, cols, seed=8), [normal(3, rows, cols, seed=i) for i in range(3)]
     grads[0][:, :2], grads[0][:, :, :3] = 5 * grads[0][:, :2], 9 * grads[0][:, :, :3]  # neurons of unequal weight
