@@ -13,8 +13,8 @@ A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section
 without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 4;
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
 over the whole vocabulary; and there are no tables, so that `Tables` only adds up the gradients of
-the token embedding's rows. On the way through the model, a part that is off is None (in Reading and
-Targets an empty tensor), or returns early.
+the token embedding's rows. On the way through the model, a part that is off is None (rows, guesses
+and candidates: an empty tensor), or returns early.
 
 The rest lives in folders: data/ makes and reads shards, records/ writes logs and judges them,
 nanogpt/ has kernels, compilation and low precision. Importing this file trains nothing and needs no
@@ -266,7 +266,8 @@ ON_CPU = dict(compile=False, precision="bf16" if CPU_HAS_BF16 else "fp32")
 # The plain transformer: each mechanism that can be switched off is. In parentheses: where it lives.
 # What has no switch stays: normalised queries and keys, a rotary embedding of half of a head,
 # attention inside of a document and of a window, squared ReLU, one matrix for embedding and head,
-# capped logits, NorMuon, how weights decay. FP8 stays, too, where the GPU has it.
+# capped logits, NorMuon with averaged updates, how weights decay. FP8 stays, too, where the GPU
+# has it.
 PLAIN_MODEL = dict(
     value_layers="none",  # a learned vector of each token in its values (`attention`, step 2)
     mix_previous=False,  # channels and keys of the previous token (`input_of`, `offset_keys`)
@@ -311,7 +312,7 @@ PRESETS: dict[str, dict] = {
         schedule="laptop", num_steps=520,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.4,
-        # Seeds 0 to 3 end at 1.0882, 1.0894, 1.0891 and 1.0925 (records/long_runs.md).
+        # Seeds 0 to 3 end at 1.0882, 1.0894, 1.0891 and 1.0925 in bf16 (records/long_runs.md).
         target_loss=1.1, val_tokens=131_072, val_seq_len=8192,
         device="cpu", save_checkpoint="auto", sample="The "),
     "char": BYTES | SHORT_TEXTS | dict(
@@ -353,15 +354,14 @@ class Stage(NamedTuple):
     second_weight: float = 0.0  # of the token after the next one in the loss (`head_loss`)
 
 
-# The stages of speedrun and onepass after the first one. The last one is for validation only. They
-# and their learning rates follow records 46, 49, 53, 72. Batches and windows are smaller than
-# theirs (records/TRIED.md).
+# The stages of speedrun and onepass after the first one. They and their learning rates follow
+# records 46, 49, 53, 72. Batches and windows are smaller than theirs (records/TRIED.md).
 LATER_STAGES = [
     # fraction, batch, long and short window, learning rates, second_weight
     Stage(0.33, 1 / 2, 5, 2, 1.52, 0.25),  # the second stage
     Stage(0.33, 1, 9, 4, 1.73),  # the third one
     Stage(0.01, 1, 13, 6, 1.73),  # the last steps
-    Stage(0, 1, 20, 6, 1.73),  # after the last step
+    Stage(0, 1, 20, 6, 1.73),  # validation after the last step
 ]
 
 SCHEDULES: dict[str, list[Stage]] = {
@@ -530,7 +530,7 @@ class Param(NamedTuple):
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
     # (record 43).
     decay: float = 0.0
-    # Of the gradient's mean and of the mean square. For rows of tables there is no mean.
+    # Of the gradient's mean and of the mean square (Muon: of the update's). Tables have no mean.
     betas: tuple[float, float] = (0.9, 0.99)
     # Which share of it a rank updates: "slice", "columns" of a table, or "all", for small ones,
     # which the model has in float32, too (section 8)
@@ -805,8 +805,8 @@ def embed_inputs(
         guesses.append(norm(F.embedding(token, embedding.detach())) * (length > 0)[:, None])
         one_hots.append(F.one_hot(length, len(length_vectors)))
     if one_hots:
-        # The same as to look up rows. But the backward pass of a lookup adds the gradients of all
-        # tokens to a few rows, where they wait for each other; that of a product does not.
+        # This product gives what a lookup of rows would. But the backward pass of a lookup adds the
+        # gradients of all tokens to a few rows, where they wait for each other.
         parts.append(sum(one_hots).to(x.dtype) @ length_vectors.to(x.dtype))
     if len(reading.induced_token):  # guesses[0]; the recalled one would gain nothing here
         parts.append(guesses[0])
@@ -1293,14 +1293,14 @@ class Rates(NamedTuple):
 class MuonState(NamedTuple):
     momentum_buffer: Tensor  # (n, rows, columns)
     mean_square: Tensor  # (n, 1, columns), of each neuron's update over time
-    mean_update: Tensor  # (n, rows, columns), a moving average
+    mean_update: Tensor  # (n, rows, columns), a moving average of the updates
 
 
 def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState,
                 matrix_factors: Tensor, rates: Tensor) -> None:
-    """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to
-    `part`. Neurons whose updates were large over time get smaller ones; then the update of each
-    matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
+    """Updates master (n, rows, columns) by an average of orthogonalized Nesterov momentum, and
+    copies it to `part`. Neurons whose updates were large over time get smaller ones; then each
+    update gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
     neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a head are
     rows, but taking these made no difference. matrix_factors (n, 1, 1) multiply the learning rate
     of each matrix; the rates are (5,)."""
@@ -1320,8 +1320,8 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     scaled_total = (square * scale.square()).sum((-2, -1), keepdim=True)
     scale = scale * (total / scaled_total.clamp(min=1e-30)).sqrt()
 
-    # 3. A moving average of these updates, mostly of the last two: with small batches one update
-    # is noisy (tried before in the speedrun's track of 350M weights).
+    # 3. A moving average: 0.7 of this update, 0.3 of the average so far. With small batches one
+    # update by itself is noisy (tried before in the speedrun's track of 350M weights).
     state.mean_update.add_((update * scale - state.mean_update) * 0.7)
     cautious_update(master, part, state.mean_update, lr * matrix_factors, decay)
 
@@ -1383,8 +1383,8 @@ def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
 #     comes as this rank's rows, and with head_every_second its gradient is that of two steps.
 #   - State begins at 0 (`reset`). Saves name a field NAME.FIELD, so none may be called master or
 #     average. They cut it by its first dimension, which must be the master's.
-#   - The MLPs' matrices have larger learning rates: hand `self.matrix_factors[name]` to your
-#     update, as Muon gets it. Without it all have the same.
+#   - The MLPs' matrices have larger learning rates: hand `self.matrix_factors[name]`, which stacks
+#     of matrices have, to your update, as Muon gets it. Without it all have the same.
 #   - Gradients are sums over the tokens of a batch, not means. To Muon and Adam, which divide by
 #     the size of the gradient, that makes no difference as long as batches keep their size. To
 #     plain SGD it does. The warm-up calls the update with gradients of 0.
@@ -1503,8 +1503,8 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr_factor: float) -> None:
         """Updates the weights from the gradients, whose sums `start_sums` and `Tables.add` have
-        begun. A collective."""
-        # 1. The sum of the head travels while the first matrices are updated.
+        begun, but for the head's. A collective."""
+        # 1. The sum of the head begins here, and travels while the first matrices are updated.
         self.start_head_sum()
         head_waits = self.first_head_gradient is not None  # for the gradient of the next step
         # A recipe may leave out a step whose gradients are not finite.
@@ -1550,8 +1550,8 @@ class Optimizer:
     @torch.no_grad()
     def go_half_way_to_averages(self) -> None:
         """After the last step: moves all weights half-way to their averages. The whole way did harm
-        where an average went over too many steps (records/long_runs.md). The recipes need
-        not know, as only validation comes after this, which uses none. A collective."""
+        where an average went over too many steps (records/long_runs.md). The recipes are
+        not told, as only validation comes after this, which uses none. A collective."""
         for name, average in self.averages.items():
             self.masters[name].lerp_(average, 0.5)
             self.parts[name].copy_(self.masters[name])

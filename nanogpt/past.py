@@ -26,7 +26,8 @@ from nanogpt.ranks import rank_and_world_size
 
 
 class Reading(NamedTuple):
-    """What the model reads of T tokens. What a model is configured without is empty: (0,)."""
+    """What the model reads of T tokens. Rows and guesses that it is configured without are empty,
+    (0,)."""
     tokens: Tensor  # (T,) int64
     begins: Tensor  # (T,) bool, where documents begin, and sequences
     hashes: Tensor  # (longest_match - 1, T), of the last 2, 3, ... tokens
@@ -104,7 +105,8 @@ class Past:
         remember  beside the first pass: writes down what came next in this batch
         prepare   after that: makes the next batch ready. It is read, its candidates are drawn, and
                   the rows that it looks up are found
-        join      after the passes: the main stream waits for both, and then may use what they made
+        join      after the passes: the main stream waits for `remember` and `prepare`, and then may
+                  use what they made
 
     `bos` is the token that begins a document, `recall_table` what is remembered: (R,), the same on
     all ranks. c: train_gpt.Config"""
@@ -116,7 +118,7 @@ class Past:
         self.spellings = torch.from_numpy(spellings.of_vocabulary(c.vocab_size)).to(device)
         self.recall_table = recall_table
         self.candidates = candidates
-        self.config = c  # of before --minutes has chosen num_steps, epochs and val_interval
+        self.config = c  # before --minutes has chosen num_steps, epochs and val_interval
         self.device = device
         self.side_stream = SideStream(device)
         self.read_calls = [caller(as_graphs), caller(as_graphs)]
@@ -231,8 +233,8 @@ class Past:
     def remember(self, batch: PreparedBatch, read_once: bool) -> None:
         """Takes in the whole batch of a step, on all ranks the same: counts how often each token
         was a target, and writes to the recall table which token came next after which. But a text
-        that is read more than once is not written there, as it would be known by heart. `prepare`
-        has read this batch before; otherwise it would recall its own targets."""
+        that is read more than once is not written there, as it would be known by heart. A
+        batch is prepared before that, or it would find its own targets in the table."""
         with self.side_stream.on():
             self.candidates.remember(batch.counts, batch.lost)
             if read_once and self.config.recall_lengths:

@@ -11,8 +11,8 @@ sends each rank the columns which that rank owns. Then each rank adds up what it
 updates its columns of these rows.
 
 The other ranks need a new row only when they look it up. So before the passes of a step, each rank
-sends the others its columns of the rows that they look up in this step. Every rank has room for
-whole tables, but of the other ranks' columns a row is only as new as its last lookup here.
+sends the others its columns of the rows that they look up in this step. Every rank holds whole
+tables. But in the columns of other ranks, a row is as it was when this rank last looked it up.
 `complete` brings all up to date, for validation and saves.
 
 The sums and the update take memory bandwidth, while the update of the matrices takes arithmetic. So
