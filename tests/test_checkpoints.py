@@ -175,8 +175,9 @@ def test_a_run_whose_weights_found_no_room_says_so_at_its_end(corpus, tmp_path, 
         raise OSError(f"{path} cannot be written (No space left on device)")
 
     monkeypatch.setattr(checkpoints, "write", write)
-    assert run(options(corpus, tmp_path)) == 0
-    assert "\nweights   none, as they could not be written\n" in capfd.readouterr().out
+    assert run(options(corpus, tmp_path, sample="The ")) == 0
+    out, _ = capfd.readouterr()
+    assert "\nweights   none, as they could not be written\n" in out and "sample: " not in out
 
 
 def test_weights_of_a_run_that_began_meanwhile_stay(corpus, tmp_path, monkeypatch):
@@ -379,19 +380,37 @@ def test_a_signal_ends_a_run_in_order(number, status, save_every, corpus, tmp_pa
     command = options(corpus, tmp_path, save_every=save_every, **LONG)
     found, seconds, out = signalled(number, "step:10/", "train_gpt.py", *command)
     assert found == status and seconds < 30 and "Traceback" not in out, out
+    assert ("the next Ctrl-C ends it at once" in out) == (number == signal.SIGINT)
     log = read_log(last_log(tmp_path))
     validations = [step.loss for step in log.steps if step.split == "val"]
     assert log.end["interrupted"] and log.end["val_loss"] == validations[-1]
     assert f"stopped by {signal.Signals(number).name} after step {log.steps[-1].step}" in out
     assert (tmp_path / "model.safetensors").exists() and "model.safetensors" in out
     assert bool(re.search(r"; to go on, start it again with --resume=\S+.saved\n", out)) == (save_every > 0)
+    assert ("; --save_every=MINUTES saves" in out) == (save_every == 0)
     assert len(list(tmp_path.glob("*.saved"))) == (save_every > 0)
 
 
-def test_a_signal_before_the_first_step_ends_the_run_without_a_traceback(corpus, tmp_path):
+def test_a_signal_before_the_run_is_ready_ends_it_without_a_traceback(corpus, tmp_path):
     found, seconds, out = signalled(signal.SIGINT, "warming up", "train_gpt.py", *options(corpus, tmp_path))
     assert found == -signal.SIGINT and seconds < 5  # a shell makes 130 of it
     assert out.strip() == ""
+
+
+def test_a_signal_before_the_first_step_ends_the_run_after_it(corpus, tmp_path, monkeypatch, capfd):
+    """Before it there is nothing to keep."""
+    monkeypatch.setattr(process.Stop, "end_after_a_step", lambda stop: stop.notice(signal.SIGTERM, None))
+    assert run(options(corpus, tmp_path)) == 143
+    assert "stopped by SIGTERM after step 1; to go on" in capfd.readouterr().out and saved_step(tmp_path) == 1
+
+
+def test_a_signal_that_one_rank_has_got_ends_all_of_them(corpus, tmp_path):
+    driver = write_driver(tmp_path / "driver.py", """
+if os.environ["RANK"] == "1":
+    t.STOP.end_after_a_step = lambda: t.STOP.notice(2, None)""")
+    first, second = run_ranks(2, driver, *options(corpus, tmp_path))
+    assert (first.returncode, second.returncode) == (143, 130), first.stderr + second.stderr
+    assert "stopped by SIGTERM after step" in first.stdout and second.stdout == second.stderr == ""
 
 
 WAITS = f"""
@@ -555,6 +574,16 @@ def test_the_first_signal_counts_a_second_control_c_ends_the_process_and_what_is
     stop.notice(signal.SIGINT, None)  # torchrun hands on the next Ctrl-C as SIGTERM
     assert handlers == dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL)
     assert stop.signal == "SIGTERM"
+
+
+def test_process_1_of_a_container_which_the_system_spares_ends_with_the_status_of_a_signal(monkeypatch):
+    handlers, statuses = {}, []
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    process.Stop().end_at_once([signal.SIGTERM])
+    handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert statuses == [143]
 
 
 def test_a_request_is_taken_once():

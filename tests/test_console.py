@@ -69,7 +69,7 @@ weights   models/x.pt
 
 
 @pytest.mark.parametrize("loss, verdict", [(1.75, "missed"), (1.5, "reached"), (1.25, "reached")])
-def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
+def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict, monkeypatch):
     c, log, _ = began
     log.step(5, 88.0, "train_loss", 3.0)
     log.step(6, 88.2, "train_loss", 2.0)
@@ -81,10 +81,14 @@ def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
                           step=6, clock=SimpleNamespace(total=88.24), ended_by="")
     c.sample = ""
     capsys.readouterr()
+    monkeypatch.setattr(t, "STOP", mock.Mock())
+    monkeypatch.setattr(log, "close_bar", lambda: log.show("The bar ends."))
     assert report.end(run, t, 12.3) == 0
+    assert t.STOP.end_at_once.called, "by a Ctrl-C, also while a sample is drawn"
     tokens = c.seq_len * sum(t.batch_plan(c))
     *summary, _, sampling, evaluation = capsys.readouterr().out.splitlines()
     assert summary == [
+        "The bar ends.",
         "",
         "training  █▁ the loss of steps 1 to 6",
         f"loss      {loss:.4f} nats per byte, {loss / math.log(2):.3f} bits per byte",

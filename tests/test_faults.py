@@ -24,6 +24,7 @@ from processes import TORCHRUN, write_driver
 
 import train_gpt as t
 from nanogpt import checkpoints, faults, process
+from nanogpt.ranks import BadInput
 from records import journal
 
 FIRST = "data/fineweb_train_000001.bin"
@@ -218,7 +219,9 @@ def spoilt(*args, **options):
     passes.append(loss)
     return loss * float("nan") if len(passes) == 9 and os.environ["RANK"] == "1" else loss, gradients
 t.forward_backward = spoilt
-t.STOP.end_after_a_step = passes.clear  # when the steps begin: those of the warm-up do not count
+end_after_a_step = t.STOP.end_after_a_step
+t.STOP.take_over()
+t.STOP.end_after_a_step = lambda: (passes.clear(), end_after_a_step())  # passes of the warm-up do not count
 """
 
 
@@ -243,3 +246,16 @@ def test_a_crash_is_a_traceback_and_status_1_after_what_is_to_be_done_at_the_end
     assert faults.run(train, process.Stop()) == 1
     out, err = capsys.readouterr()
     assert out == "done\n" and err.startswith("Traceback") and err.endswith("RuntimeError: a mistake in the code\n")
+
+
+@pytest.mark.parametrize("error, sentence", [
+    (OSError(5, "Input/output error", "x.bin"), "[Errno 5] Input/output error: 'x.bin'"), (MemoryError(), "too little memory"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "too little memory"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "too little memory"), (KeyError("x"), "")])
+def test_what_a_user_can_mend_is_a_sentence(error, sentence):
+    assert faults.sentence_of(error) == sentence
+
+
+def test_a_loss_that_is_infinite_ends_a_run_as_one_that_is_no_number():
+    with pytest.raises(BadInput, match="the training loss is inf at step 3, all weights are finite"):
+        faults.check_loss("training", math.inf, 3, dict)

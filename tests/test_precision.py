@@ -109,7 +109,7 @@ def rounded_mlp(x, up, down, g):
 
 
 @pytest.mark.parametrize("precision", ["fp8-mlp", "fp8-qkv"])
-def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recipe(precision, monkeypatch):
+def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recipe(precision, corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(t, "ACTIVATION", F.gelu)
     model = t.GPT(config(precision=precision, dtype="float32"), CPU)
     names = model.precision.recipe_names
@@ -119,6 +119,8 @@ def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recip
     layer = model.precision.layers[True][0]
     y = layer.up.mlp(x, up, down, torch.tensor(0.7, dtype=torch.float64), t.ACTIVATION, layer.down)
     torch.testing.assert_close(y, 0.7 * F.gelu(x @ up) @ down.T)
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, precision=precision, num_layers=1, num_steps=1))
+    assert "with this ACTIVATION the MLP has no FP8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -581,18 +583,21 @@ def test_a_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(worlds, w
         assert {*rank["grads"]} == {None}
 
 
-def test_what_validation_of_fp16_weights_finds_does_not_depend_on_training_before_it():
-    """Weights in fp16 are validated in bf16, and a sequence of training may be as long as one of validation."""
+def test_what_validation_of_fp16_weights_finds_is_what_bf16_finds_and_does_not_depend_on_training_before_it():
+    """A sequence of training may be as long as one of validation."""
     c = config(precision="fp16", candidates=0)
     tokens = torch.randint(0, 300, (257,), generator=torch.Generator().manual_seed(1))
     setting, losses = t.setting_of(0, c), []
     for trains in (False, True):
         model = t.GPT(c, torch.device("cpu"))
         t.initialize(model, 0)
+        model.lm_head.data[:] = normal(*model.lm_head.shape)
         if trains:
             training_loss(model, tokens[:-1], tokens[1:], setting)
         losses.append(t.loss_without_gradient(model, tokens[:-1], tokens[1:], setting).item())
-    assert losses[0] == losses[1]
+    plain = t.GPT(config(precision="bf16", candidates=0), torch.device("cpu"))
+    plain.load_state_dict(model.state_dict())
+    assert losses == 2 * [t.loss_without_gradient(plain, tokens[:-1], tokens[1:], setting).item()]
 
 
 def test_a_weight_that_is_not_finite_makes_no_fp8_numbers_of_its_matrix_and_of_no_other():

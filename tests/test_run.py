@@ -62,6 +62,7 @@ def test_a_run_that_misses_its_target_says_so_and_that_is_no_crash(first):
     header, result = run.stdout.split("\nsample: ")
     for part in (f"\nlog       {only_log(first[1])}\n", f"\nweights   {first[1]}/model.pt"):
         assert part in header and part in result
+    assert "nats per byte" in result
     assert "\nseed      0\n" in header and "\nprecision fp32\n" in header and "sample.py" in run.stdout.splitlines()[-2]
 
 
@@ -79,7 +80,7 @@ def test_another_seed_gives_other_losses(first, corpus, tmp_path):
 
 def test_the_order_of_a_run_and_that_each_step_draws_other_numbers(corpus, tmp_path, monkeypatch):
     """Before each validation all weights are complete, and before the last one they are averaged."""
-    events, seeds, draws = [], [], []
+    events, seeds, draws, limits, limits_before_steps = [], [], [], [], []
 
     def note(owner, name, event):
         function = getattr(owner, name)
@@ -91,47 +92,60 @@ def test_the_order_of_a_run_and_that_each_step_draws_other_numbers(corpus, tmp_p
     note(t, "validate", lambda *_: events.append("validate"))
     note(t, "train_step", lambda *_: (events.append("step"), seeds.append(torch.initial_seed())))
     note(candidates, "choose", lambda *args: draws.append(args[-1]))
-    monkeypatch.setattr(t.STOP, "end_after_a_step", lambda: [x.clear() for x in (events, seeds, draws)])  # as steps begin
+    note(t.ranks, "limit_waiting", lambda *longest: limits.append(longest))
+    monkeypatch.setattr(t.STOP, "end_after_a_step", lambda: (  # as steps begin
+        [x.clear() for x in (events, seeds, draws)], limits_before_steps.extend(limits)))
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, candidates=64, average_frac=1.0))
     whole = ["complete", "gather", "validate"]
     assert events == [*whole, "step", "step", *whole, "step", "step", "average", "complete", *whole]
-    assert len(set(seeds)) == 4
+    assert len(set(seeds)) == 4 and limits_before_steps == [()], "a rank that has died would be waited for too long"
     assert len(draws) == 4 and not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
 
 
 def test_the_clock_stands_still_while_it_validates(corpus, tmp_path, monkeypatch):
     now = [1.0]
     monkeypatch.setattr("records.journal.time.perf_counter", lambda: now[0])
-    validate = t.validate
-    monkeypatch.setattr(t, "validate", lambda *args: now.__setitem__(0, now[0] + 1000) or validate(*args))
+    for name, seconds in (("validate", 1000), ("train_step", 3)):
+        monkeypatch.setattr(t, name, lambda *args, function=getattr(t, name), seconds=seconds, **named: (
+            now.__setitem__(0, now[0] + seconds), function(*args, **named))[1])
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, val_interval=1))
-    assert [step.time_ms for step in read_log(only_log(tmp_path)).steps] == [0] * 9
+    times = [step.time_ms for step in read_log(only_log(tmp_path)).steps]
+    assert times == [0, *[3000 * step for step in (1, 2, 3, 4) for _ in ("train", "val")]]
 
 
-def test_schedules_follow_the_steps_that_minutes_choose(corpus, tmp_path, monkeypatch):
-    train_step, lengths = t.train_step, []
+def test_schedules_follow_the_steps_that_minutes_choose(corpus, tmp_path, monkeypatch, capsys):
+    train_step, lengths, of_warm_up = t.train_step, [], []
 
     def step(model, optimizer, batch, number, call, requests=None, *rest, **named):
-        if requests:  # the warm-up has none
-            lengths.append(model.config.num_steps)
+        (lengths if requests else of_warm_up).append(model.config.num_steps)
         return train_step(model, optimizer, batch, number, call, requests, *rest, **named)
 
     monkeypatch.setattr(t, "train_step", step)
-    argv = arguments(data_dir=corpus, log_dir=tmp_path, minutes=0.01, epochs=100, cut_documents=True)
+    monkeypatch.setattr(warmup.WarmUp, "seconds_per_step", lambda *_: 30.0)
+    argv = arguments(data_dir=corpus, log_dir=tmp_path, minutes=4, epochs=100, cut_documents=True)
     assert t.main([word for word in argv if not word.startswith("--num_steps")]) == 0
-    assert set(lengths) == {len(lengths)} == {read_log(only_log(tmp_path)).config["num_steps"]}
+    assert set(lengths) == {len(lengths)} == {8} == {read_log(only_log(tmp_path)).config["num_steps"]}
+    assert of_warm_up[-1] == len(lengths), "with other stages other graphs may be needed"
+    assert re.search(r"\nrun +8 steps, .*, about 4\.0 min\n", capsys.readouterr().out)
 
 
 def test_a_stage_counts_by_its_steps_and_the_slowest_rank_when_minutes_choose_them(monkeypatch):
-    monkeypatch.setitem(t.SCHEDULES, "unequal", [t.Stage(0.75, 1, 1, 1, 1.0), t.Stage(0.25, 1, 2, 2, 1.0)])
+    """A step here takes a second for each sequence that it trains on, and one to prepare the next batch."""
+    monkeypatch.setitem(t.SCHEDULES, "unequal", [t.Stage(0.75, 0.25, 1, 1, 1.0), t.Stage(0.25, 1, 2, 2, 1.0)])
     model = t.GPT(t.Config(**TINY | dict(schedule="unequal", num_steps=4)), torch.device("cpu"))
-    warm_up, now = warmup.WarmUp(model, t.Optimizer(model), t), [1.0]
+    warm_up, now, prepare = warmup.WarmUp(model, t.Optimizer(model), t), [1.0], model.past.prepare
+
+    def train_step(model, optimizer, batch, step, call, prepare_next):
+        now[0] += len(batch.next_tokens) / 256
+        model.past.meet()
+        prepare_next()
+
     monkeypatch.setattr("records.journal.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(t, "train_step", lambda model, optimizer, batch, step, *_, **named: now.__setitem__(
-        0, now[0] + (1 if step < 3 else 5)))
-    monkeypatch.setattr(warm_up, "read", lambda *_: None)
+    monkeypatch.setattr(t, "train_step", train_step)
+    monkeypatch.setattr(model.past, "prepare", lambda *args, **named: (
+        now.__setitem__(0, now[0] + 1), prepare(*args, **named))[1])
     monkeypatch.setattr(warmup, "all_ranks", lambda seconds: [seconds, 2 * seconds])
-    assert warm_up.seconds_per_step(None) == pytest.approx(2 * (0.75 * 1 + 0.25 * 5))
+    assert warm_up.seconds_per_step(None) == pytest.approx(2 * (0.75 * (1 + 1) + 0.25 * (4 + 1)))
 
 
 def test_seeds_steps_and_ranks_round_by_other_numbers_and_a_step_made_again_by_the_same(monkeypatch):
@@ -140,7 +154,7 @@ def test_seeds_steps_and_ranks_round_by_other_numbers_and_a_step_made_again_by_t
         t.seed_rounding(seed, step, torch.device("cpu"))
         return torch.rand(4).tolist()
 
-    of_each = [(seed, step, rank) for seed in (0, 1, 2) for step in (0, 1, 3000) for rank in (0, 7)]
+    of_each = [(seed, step, rank) for seed in (0, 1, 10**18) for step in (0, 1, 3000) for rank in (0, 7)]
     drawn = [draw(*which) for which in of_each]
     assert drawn == [draw(*which) for which in of_each] and len({tuple(x) for x in drawn}) == len(of_each)
 
@@ -376,10 +390,11 @@ def masks_of_one_shape(documents, windows, make_masks=masks.sdpa_masks):
     return [whole & (far < window) for window in windows]
 
 
-def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):
-    """Each stage has two steps, and batches of 4 or 8 sequences."""
-    monkeypatch.setattr(masks, "sdpa_masks", masks_of_one_shape)
-    args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=3, **STAGES)
+@pytest.mark.parametrize("make_masks", [masks_of_one_shape, masks.sdpa_masks])
+def test_warming_up_compiles_every_graph_of_the_run(make_masks, eager_graphs, corpus, tmp_path, monkeypatch):
+    """Each stage has two steps, and batches of 4 or 8 sequences; a sequence of validation is longer than most windows."""
+    monkeypatch.setattr(masks, "sdpa_masks", make_masks)
+    args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=3, val_tokens=1280, val_seq_len=1280, **STAGES)
     assert t.main(args) == 0
     log = read_log(only_log(tmp_path))
     assert len(log.facts["compile"]) >= 4 and log.facts["defect"] == []
@@ -415,15 +430,21 @@ def test_a_warm_up_leaves_no_trace(corpus, tmp_path, monkeypatch):
 
 
 def test_the_mean_of_validation_is_over_exactly_val_tokens():
-    model = untrained(val_tokens=512, val_seq_len=256)
+    """Its sequences are longer than those of training, and read as a whole."""
+    model = untrained(val_tokens=1024, val_seq_len=512)
+    model.lm_head.data.normal_(generator=torch.Generator().manual_seed(0))
     setting = t.setting_of(4, model.config)
-    tokens = torch.tensor(documents(700), dtype=torch.int32).clamp(max=383)
+    tokens = torch.tensor(documents(1300, longest=900), dtype=torch.int32).clamp(max=383)
     by_hand = 0.0
-    for begin in (0, 256):  # what lies behind the 513th token does not count
-        part = tokens[begin : begin + 257].long()
+    for begin in (0, 512):  # what lies behind the 1025th token does not count
+        part = tokens[begin : begin + 513].long()
         x, sources = model.last_stream(model.past.read(part[:-1], False), setting, training=False)
         by_hand += torch.nn.functional.cross_entropy(model.logits(x, sources).double(), part[1:], reduction="sum").item()
-    assert t.validate(model, tokens.to(torch.uint16), 4) == pytest.approx(by_hand / 512, rel=1e-5)
+    assert t.validate(model, tokens.to(torch.uint16), 4) == pytest.approx(by_hand / 1024, rel=1e-5)
+
+
+def test_a_sequence_of_validation_may_be_longer_than_a_batch(corpus, tmp_path):
+    assert t.main(arguments(data_dir=corpus, log_dir=tmp_path, batch_tokens=256, val_seq_len=512)) == 0
 
 
 def graph_at_first_call(function, **options):
@@ -438,6 +459,18 @@ def graph_at_first_call(function, **options):
         return function(*args)
 
     return call
+
+
+def test_each_rank_compiles_its_share_of_the_graphs_first(monkeypatch):
+    model, done = untrained(**STAGES, micro_tokens=1024), []
+    for name in ("forward_backward", "validate", "update"):
+        monkeypatch.setattr(warmup.WarmUp, name, lambda self, *step, name=name: done.append((name, *step)))
+    for rank in (0, 1):
+        monkeypatch.setattr(warmup, "rank_and_world_size", lambda rank=rank: (rank, 2))
+        warmup.WarmUp(model, t.Optimizer(model), t).compile_share()
+        assert len(done) == 2 * (rank + 1)
+    passes = [t.batch_plan(model.config)[step] for name, *steps in done for step in steps if name == "forward_backward"]
+    assert sorted(passes) == [4, 8] and ("validate", 6) in done and ("update",) in done, "one for each length of a micro-batch"
 
 
 def test_what_is_compiled_while_the_clock_runs_is_a_defect(corpus, tmp_path, monkeypatch):
@@ -459,10 +492,12 @@ def test_a_process_started_by_torchrun_sees_its_own_gpu_only(visible, local_rank
         monkeypatch.setenv(name, value or "")
         if value is None:
             monkeypatch.delenv(name)
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"):
+    given = "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"
+    for name in given:
         monkeypatch.setenv(name, "kept")
     monkeypatch.setattr(process, "glob", lambda pattern: ["card"] * cards)
     assert (process.set_environment(), os.environ.get("CUDA_VISIBLE_DEVICES")) == expected
+    assert {os.environ[name] for name in given} == {"kept"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what pytest puts back at the end is the old value
 
 

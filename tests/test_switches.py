@@ -1,4 +1,5 @@
 """Every mechanism can be switched off, so that it can be judged: what is left trains, and has no weights of it."""
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +99,8 @@ def test_with_everything_off_the_model_is_the_plain_transformer_of_124m_weights(
     shapes = {name: param.shape for name, param in t.parameter_table(gpt2).items()}
     assert shapes == {"mlp": (24, 768, 3072), "lm_head": (50304, 768), "qkvo": (48, 768, 768)}
     assert t.report.num_weights(t.parameter_table(gpt2)) == (12 * 12 * 768**2 + 50304 * 768, 0)
+    table = t.parameter_table(t.parse_config(["--preset=speedrun"]))
+    assert t.report.num_weights(table)[1] == sum(math.prod(table[name].shape) for name in ("ngrams", "value_embeds"))
     model, losses = trained(**t.PLAIN_MODEL)
     assert {*model.params} == {*shapes} and losses[-1] < losses[0]
 
