@@ -1843,7 +1843,6 @@ class Run:
         while self.step < c.num_steps:
             self.save_or_stop()
             if self.ended_by:
-                self.clock.stop()
                 return
             if c.val_interval and self.step % c.val_interval == 0:
                 self.clock.stop()

@@ -70,7 +70,7 @@ class Stop:
             signal.signal(number, self.notice)
 
     def notice(self, number: int, frame) -> None:
-        if number == signal.SIGINT and not self.signal:  # somebody sits at the terminal
+        if number == signal.SIGINT:  # somebody sits at the terminal
             say("stopping within a few steps, or at the end of the run; the next Ctrl-C ends it at "
                 "once, and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
