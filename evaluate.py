@@ -75,8 +75,7 @@ def score(model: nn.Module, tokens: np.ndarray, targets: np.ndarray) -> np.ndarr
 
 
 def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) -> np.ndarray:
-    """endings: of each the tokens of its context, and its own -> the sum of the log-probabilities
-    of its own tokens, (endings,)."""
+    """endings, each the tokens of a context and its own -> their log-probabilities (endings,)."""
     sums = []
     for first in progress(range(0, len(endings), ENDINGS_AT_A_TIME)):
         together = endings[first : first + ENDINGS_AT_A_TIME]
@@ -118,8 +117,7 @@ class Measure(NamedTuple):
 
 
 def with_error(value: float, influences: np.ndarray) -> str:
-    """A value whose error is the sum of (units,) influences, and its standard error. A single unit
-    tells nothing about that."""
+    """A value with its standard error, by the (units,) influences. A single unit has none."""
     n = len(influences)
     if n == 1:
         return f"{value:.4f}"
@@ -223,8 +221,7 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
 
 
 def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -> None:
-    """Prints the results of each model, and how the others differ from the first one. `source` says
-    what the units are."""
+    """Prints each model's results, and how the others differ from the first. `source`: the units"""
     for model, measures in zip(models, measured):
         print(f"{model.path} (preset {model.gpt.config.preset}, step {model.gpt.trained_steps:,})")
         for name, measure in measures.items():

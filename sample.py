@@ -56,8 +56,7 @@ def next_logits(model, tokens: list[int]) -> Tensor:
 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """A token drawn by its probability, from logits (V,). Temperature 0 takes the most probable
-    one."""
+    """A token drawn by its probability, from logits (V,). Temperature 0: the most probable."""
     if temperature == 0:
         return int(logits.argmax())
     probabilities = (logits.double() / temperature).softmax(-1)

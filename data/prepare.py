@@ -93,11 +93,8 @@ def choose_tokens(notes: list[str]) -> str:
 
 def write_corpus(documents: Iterable[str], folder: Path, use_bytes: bool, source: str) -> dict:
     """Encodes the documents, shuffles them, splits them, and writes them to a folder as shards.
-
-    Returns a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
-    "duplicates" among the input. Raises BadInput, which speaks of `source`, if there are too
-    few tokens for two splits, and OSError.
-    """
+    Returns how many tokens, documents and duplicates there are. Raises OSError, and BadInput, which
+    speaks of `source`, if there are too few tokens for two splits."""
     num_read = 0
     distinct = {}  # by their hash
     for tokens in encode_all(documents, use_bytes):
@@ -116,8 +113,7 @@ def write_corpus(documents: Iterable[str], folder: Path, use_bytes: bool, source
 
 def split_documents(documents: list[np.ndarray],
                     source: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Divides the shuffled documents, (n,) uint16 each, into a list for training and one for
-    validation.
+    """Divides the shuffled documents, (n,) uint16 each, into those for training and validation.
 
     Validation gets the first documents, 5% of the tokens: a fair sample of the input, which shares
     no document with training. If they would be more than half as much again, as with a single long
@@ -157,8 +153,7 @@ def safe_name(text: str) -> str:
 
 
 def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
-    """The folder of the corpus that is made of `made_of`, and whether it is there already. Raises
-    BadInput."""
+    """The folder of the corpus of `made_of`, and whether it is there already. Raises BadInput."""
     if args.out:
         first = Path(os.path.realpath(args.out))
     else:

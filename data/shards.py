@@ -27,13 +27,11 @@ SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every documen
 # 1. The format
 
 
-AGAIN = ("fetch or make it again (delete it and run data/fineweb.py, or delete its folder and run "
-         "data/prepare.py)")
+AGAIN = "delete it and run data/fineweb.py, or delete its folder and run data/prepare.py"
 
 
 def count_tokens(path: Path) -> int:
-    """How many tokens a shard holds. Raises BadInput if the file is not a whole shard or cannot be
-    read."""
+    """How many tokens a shard holds. Raises BadInput if it is damaged or cannot be read."""
     try:
         size = path.stat().st_size
         header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
@@ -124,19 +122,15 @@ def find_shards(c, split: str) -> list[Path]:
         if Path(c.data_dir, "train.bin").exists():
             remedy = ("its train.bin seems to be nanoGPT's, tokens without a header; write_shard "
                       "in data/shards.py explains how to make a shard of it")
-        raise BadInput(
-            f"no {split} shards (--{split}_files={pattern}) in {os.path.abspath(c.data_dir)}; "
-            f"{remedy}")
+        raise BadInput(f"no {split} shards (--{split}_files={pattern}) in "
+                       f"{os.path.abspath(c.data_dir)}; {remedy}")
     return [Path(c.data_dir, name) for name in names]
 
 
 def fingerprint(path: Path, split: str) -> dict:
-    """What identifies a shard in a log: its split, name, number of bytes and of tokens, and sha256.
-
-    The sha256 covers the header, the first MiB of tokens and the last MiB of the file: enough to
-    tell two shards apart, and much faster than reading all of them at the start of every run.
-    Raises BadInput.
-    """
+    """What identifies a shard in a log. The sha256 covers the header, the first MiB of tokens and
+    the last MiB of the file: enough to tell two shards apart, and much faster than reading all of
+    them at the start of every run. Raises BadInput."""
     mebibyte = 2**20
     num_tokens = count_tokens(path)
     size = HEADER_BYTES + 2 * num_tokens
@@ -185,8 +179,7 @@ def ahead(items: Iterator) -> Iterator:
 #
 # A small corpus has no tokens to lose. There `cut_documents` asks for the plain alternative: a
 # shard is cut into sequences without gaps, wherever documents begin. They are taken in random
-# order: in that of the text, the model would adapt to the passage that it has just read
-# (records/TRIED.md).
+# order: in that of the text, the model would adapt to what it has just read (records/TRIED.md).
 #
 # In what follows `c` is train_gpt.Config, which says what its keys mean.
 
@@ -195,8 +188,7 @@ Plan = Sequence[int]  # of each step: sequences in its batch
 
 
 def sequences_of(shard: Shard, c) -> Iterator[Pieces]:
-    """The sequences of a shard, of seq_len + 1 tokens each. What does not fill one at the end is
-    not used.
+    """The sequences of a shard, seq_len + 1 tokens each. A last one that is not full is not used.
 
     With `cut_documents` their random order is the same at each reading and in each run, and each
     shares a token with the one behind it in the text: its last target is the first input there.

@@ -42,8 +42,7 @@ def group_sequences(count: int, c) -> int:
 
 def micro_sequences(count: int, c) -> int:
     """How many of a rank's `count` sequences a micro-batch has: the largest number that
-    --micro_tokens allows, that divides `count`, and by which it is made of whole groups, or lies
-    inside one."""
+    --micro_tokens allows, that divides `count`, and that makes it whole groups or a part of one."""
     most = min(c.micro_tokens // c.seq_len, count)
     in_group = group_sequences(count, c)
     return max(n for n in range(1, most + 1)

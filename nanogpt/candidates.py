@@ -1,5 +1,4 @@
-"""Candidates: the tokens of the vocabulary that a training loss is computed over (train_gpt.py,
-section 5).
+"""Candidates: the tokens that a training loss is computed over (train_gpt.py, section 5).
 
 Each has a bias, which is added to its logit, so that the sum of exponentials over the vocabulary is
 right on average. The gradient divides one such sum by another, and such a quotient is slightly off
@@ -44,8 +43,7 @@ def over_all_tokens(next_tokens: Tensor) -> Targets:
 
 
 class Candidates:
-    """Draws candidates, and counts how often each token was a target so far, the same on all
-    ranks."""
+    """Draws candidates, and counts how often each token was a target, the same on all ranks."""
 
     def __init__(self, number: int, vocab_size: int, device: torch.device):
         # 0: the loss is over the whole vocabulary, and nothing is drawn or counted
@@ -64,8 +62,7 @@ class Candidates:
         """The numbers by which a step's candidates are drawn: (groups, V) in [0, 1), or (0,)."""
         if not self.number:
             return self.target_counts[:0]
-        # A prime apart, so that steps of two seeds seldom draw the same. (A CPU's generator takes
-        # 32 bits.)
+        # A prime apart, so that two seeds seldom draw the same. (A CPU's generator takes 32 bits.)
         self.generator.manual_seed((self.seed * 1_000_003 + step) % 2**32)
         shape = groups, len(self.target_counts)
         return torch.rand(shape, generator=self.generator, device=self.target_counts.device)
@@ -103,8 +100,7 @@ def choose(number: int, is_target: Tensor, counts: Tensor,
     tokens of highest priority are chosen. Let `threshold` be the highest priority of those left
     out. A token is chosen if size / u > threshold, which has the probability min(1, size /
     threshold). One that is chosen once in four times stands for four: in general, for 1 /
-    probability, which is max(1, threshold / size). Targets get a size that is large enough to be
-    certain.
+    probability, which is max(1, threshold / size). Targets get a size that makes them certain.
 
     Why the root: the sum of exponentials varies least if a token's size is the root of its mean
     squared probability. Suppose that a token is probable only in a few places, about as many as its

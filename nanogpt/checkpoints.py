@@ -6,8 +6,7 @@ or there is none, whenever the run is killed. Rank 0 writes both.
 
 Weights (--save_checkpoint) are each bank of train_gpt.parameter_table, without padding, and the
 table of recalled tokens (nanogpt/past.py). The header has, each as JSON, `config`, `step`,
-`val_loss`, `run_id`, `code_sha256` (of the train_gpt.py that trained them) and `data` (the
-fingerprints of the shards).
+`val_loss`, `run_id`, `code_sha256` (of its train_gpt.py) and `data` (fingerprints of the shards).
 
 A save, logs/RUN_ID.saved, is replaced by the next one (--save_every, or a signal). It has what
 `tensors_of` names, whole, so a run may go on with another number of ranks.
@@ -63,8 +62,7 @@ def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
 
 
 def open_file(path: str | Path, kind: str):
-    """A file, whose tensors are read when they are asked for, and what its header says. Raises
-    BadInput if it is none of this kind."""
+    """A file, to read tensors from, and its header. Raises BadInput if it is none of this kind."""
     mark, remedy = KINDS[kind]
     require(not Path(path).is_dir(), f"{path} is a folder; {remedy}")
     try:
@@ -143,8 +141,7 @@ def load_model(path: str | Path, device: torch.device | str, script):
 
 
 def find(asked: str, log_dir: str) -> Path | None:
-    """The save that --resume=ASKED means. For NEWEST it is the newest one in `log_dir` or below, if
-    there is any."""
+    """The save that --resume=ASKED means. NEWEST: the newest one in `log_dir` or below, if any."""
     if asked != NEWEST:
         return Path(asked) if asked else None
     saves = Path(log_dir).glob("**/*.saved")
@@ -162,8 +159,7 @@ def config_of_save(script, save: Path, given: dict):
     changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
                if name not in (*script.MAY_CHANGE, *vars(RunConfig())) and value != saved[name]]
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
-            f"changed by {', '.join(changed)}; leave out what differs, name the save that you "
-            f"mean, or {ANEW}")
+            f"changed by {', '.join(changed)}; leave that out, name the save you mean, or {ANEW}")
     return script.Config(**saved | given | {"resume": str(save)})
 
 
@@ -203,8 +199,7 @@ def tensors_of(optimizer) -> dict[str, Tensor]:
 
 def check_save(path: str, data: list[dict], folder: str) -> dict:
     """What the header of a save says. `data` are the fingerprints of the shards in `folder`
-    (data/shards.py). Raises BadInput if the save is damaged, or of a run on other shards; their
-    names do not count."""
+    (data/shards.py). Raises BadInput if it is damaged, or of other shards; names do not count."""
     _, facts = open_file(path, "save")
     ours, saved = ([(shard["split"], shard["sha256"]) for shard in shards]
                    for shards in (data, facts["data"]))
@@ -248,8 +243,7 @@ class Keeper:
     """Keeps one run: saves it, and writes its best weights.
 
     An error of the disk ends nothing: a sentence on standard error says so, and what was written
-    before stays. `first_step`: the steps that were made before the save from which the run goes on,
-    or 0."""
+    before stays. `first_step`: the steps before the save from which the run goes on, or 0."""
 
     def __init__(self, c, optimizer, run_files, log, clock):
         """`c` and `optimizer` are train_gpt.Config and Optimizer, `run_files` a RunFiles, `log` and
@@ -281,8 +275,7 @@ class Keeper:
         self.asked_at = clock.total  # when `due` was True last, in seconds of training
 
     def due(self) -> bool:
-        """Whether the time for a save has come. Rank 0 says so once, and the others, on which this
-        is False, hear of it (`ranks.Requests`)."""
+        """Whether a save is due. Rank 0 says so once; the others hear of it (`ranks.Requests`)."""
         now = self.clock.now()
         is_due = is_rank_0() and 0 < 60 * self.config.save_every <= now - self.asked_at
         if is_due:
@@ -312,8 +305,7 @@ class Keeper:
             complain(f"cannot save: {error}{older}")
 
     def remove_save(self) -> None:
-        """The run has come to its end: its save is of no use, unless the disk had no place for the
-        best weights."""
+        """At the end of the run its save is of no use, unless the best weights found no room."""
         if is_rank_0() and not self.lacks_weights:
             self.save_path.unlink(missing_ok=True)
 

@@ -33,8 +33,7 @@ def key(default, meaning: str, choices: tuple[str, ...] = (), least: float | Non
 @dataclasses.dataclass
 class RunConfig:
     """Keys that say where and how a run is made. They change its weights by no more than rounding
-    and chance do, so a run that goes on from a save may have other values of them. To make one with
-    a wrong value raises BadInput."""
+    and chance do, so a run that goes on from a save may have others. Wrong ones raise BadInput."""
     device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     attention: str = key(
         "auto", "sdpa, or auto: FlexAttention in compiled runs on a GPU, else sdpa",
@@ -48,11 +47,9 @@ class RunConfig:
     log_dir: str = key("logs", "folder of the logs")
     run_name: str = key("", "free text for the log")
     save_checkpoint: str = key(
-        "", "file to write the weights of the best validation to; auto: in models/, named after "
-        "data_dir")
+        "", "file for the weights of the best validation; auto: in models/, named after data_dir")
     save_every: float = key(
-        0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
-        "none")
+        0.0, "minutes of training between saves of the whole run, for --resume; 0: none")
     sample: str = key("", "text to continue at the end with the weights of save_checkpoint")
     sample_tokens: int = key(256, "tokens to sample", least=0)
 
@@ -110,8 +107,7 @@ def check(c, script) -> None:
 
 
 def numbers_among(option: str, text: str, possible: tuple[int, ...]) -> tuple[int, ...]:
-    """"all", "none", or numbers with commas between them -> these of the possible ones, ascending.
-    Raises BadInput."""
+    """"all", "none", or text such as 0,2,5 -> these of the possible numbers. Raises BadInput."""
     chosen = {"all": possible, "none": ()}.get(text)
     if chosen is None:
         numbers = {number.strip() for number in text.split(",")}
@@ -122,8 +118,7 @@ def numbers_among(option: str, text: str, possible: tuple[int, ...]) -> tuple[in
 
 
 def configure(script, preset: str, given: dict):
-    """The given values, over those of the preset, over the defaults. Raises BadInput if there is no
-    such preset."""
+    """The given values, over those of the preset, over the defaults. Raises BadInput."""
     require_one_of("preset", preset, script.PRESETS)
     return script.Config(**script.PRESETS[preset] | given | {"preset": preset})
 

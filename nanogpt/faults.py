@@ -68,8 +68,7 @@ def sentence_of(error: Exception, remedy: str = "") -> str:
 def check_loss(kind: str, loss: float, step: int, state: Callable[[], dict[str, Tensor]]) -> None:
     """Raises BadInput if a loss, which is the same on all ranks, is not finite. `kind` is
     "training" or "validation", and `state` returns what checkpoints.state_of does. The CPU hears of
-    a training loss a step late, so most of that state may be spoiled by then. A collective if the
-    loss is not finite."""
+    a training loss a step late, when that state may be spoiled. A collective if it raises."""
     if not math.isfinite(loss):
         what = f"the {kind} loss is {loss} at step {step}"
         check_state(state(), what)

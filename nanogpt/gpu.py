@@ -28,10 +28,8 @@ from torch import Tensor
 
 
 def set_up_compiler() -> None:
-    """The settings of PyTorch's compiler that this project needs. Our custom operators must be
-    registered by now."""
-    # A function has a graph for each form of its arguments, and for each size unless it is dynamic.
-    # PyTorch gives up at 8.
+    """Settings of PyTorch's compiler. Our custom operators must be registered by now."""
+    # The most graphs of a function, one for each form of its arguments. The default is 8.
     torch._dynamo.config.recompile_limit = 64
     # Floats are constants of a graph. By default a dynamic graph takes them as inputs.
     torch._dynamo.config.specialize_float = True
@@ -199,8 +197,7 @@ class SideStream:
     work of the side stream, though the main stream may still read y. So call `meet` before such
     later work: then it begins after the main stream has read y. When Python drops x, its memory
     goes to later work of the main stream, though the side stream may still read it. Where x may be
-    dropped before the two meet, call `keep(x)`. Without CUDA all work runs in the order of the
-    code."""
+    dropped before the two meet, call `keep(x)`. Without CUDA work runs in the order of the code."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -210,8 +207,7 @@ class SideStream:
         return torch.cuda.stream(self.stream) if self.stream else nullcontext()
 
     def meet(self) -> None:
-        """Both streams wait for all that was begun on the other one. The CPU does not wait, nor do
-        other ranks."""
+        """Both streams wait for what was begun on the other. The CPU and other ranks do not."""
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.stream.wait_stream(torch.cuda.current_stream())

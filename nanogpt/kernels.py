@@ -368,14 +368,12 @@ def _(a, b_t, product_scale, hidden_scale, h=None, grad_scale=1.0):
 # 5. The loss: cross-entropy of capped logits with its gradient, in one kernel (records 67, 79)
 #
 # A sigmoid caps the logits (records 18, 54): logit = height * sigmoid((z + shift) / width). They
-# lie between 0 and `height`, so their exponentials cannot overflow, and we need not look for the
-# largest logit first.
+# lie between 0 and `height`, so their exponentials cannot overflow, whatever the largest logit is.
 #
 # One program works on one token. It holds all V logits of the token in registers, so it reads them
 # once. (16,384 candidates fit. A whole vocabulary does not: Triton puts a part of it into slower
 # memory, though to read the logits twice would be faster.) The program writes the loss and the
-# gradient. So the gradient is written once, in FP8, it never exists in bf16, and the backward pass
-# computes nothing again.
+# gradient. So the gradient is written once, in FP8, and the backward pass computes nothing again.
 #
 # To read and write its tensors would take about three quarters of the kernel's time, so the number
 # of instructions counts, too. Two tricks save some:
@@ -473,8 +471,7 @@ def capped_cross_entropy(
     second_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logits z (T, V), contiguous, before the cap and targets (1 or 2, T) int64 -> each token's
-    loss and its gradient. cap is height, shift and width, as a list, because an operator takes no
-    tuple.
+    loss and its gradient. cap is [height, shift, width], as an operator takes no tuple.
 
     Returns the cross-entropy (T,) in float32, and (T, V) in e5m2 its gradient with respect to z,
     divided by grad_scale. That is at most height / (4 width grad_scale), or with second_weight

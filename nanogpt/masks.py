@@ -1,8 +1,6 @@
-"""Which keys a query of attention sees, block by block, for two ways to compute attention.
-
-A query sees a key if the key is not later, both belong to the same document, and the key's block is
-among the last `window` blocks up to the query's. A block is 128 tokens. Masks are made from the
-number of each token's document, (T,) int32, which never falls, and T is a multiple of 128.
+"""Which keys a query of attention sees (train_gpt.py, section 3), block by block, for two ways to
+compute attention. A block is 128 tokens. Masks are made from the number of each token's document,
+(T,) int32, which never falls, and T is a multiple of 128.
 
 On GPUs compiled FlexAttention (record 12) visits only the blocks in which something is seen, and
 computes the mask of single elements only where a block is seen in part. It needs lists of blocks.
@@ -71,8 +69,7 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
 @torch.no_grad()  # so that training and validation share one compiled graph of the lists
 def flex_masks(documents: Tensor, windows: tuple[int, ...],
                make_lists: Callable = block_lists) -> list[BlockMask]:
-    """A mask for each of the windows, which are in blocks. `make_lists` is block_lists, compiled or
-    not."""
+    """A mask for each window, in blocks. `make_lists` is block_lists, compiled or not."""
 
     def causal_and_same_document(batch, head, query, key):
         return (query >= key) & (documents[query] == documents[key])
@@ -103,8 +100,7 @@ def sdpa_masks(documents: Tensor, windows: tuple[int, ...]) -> list[Tensor]:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of q, k, v (T, H, d) -> (T, H, d), with a mask of `sdpa_masks` and unscaled
-    scores."""
+    """q, k, v (T, H, d), a mask of `sdpa_masks` -> attention (T, H, d), with unscaled scores."""
     T, H, d = q.shape
     n, _, _, span = mask.shape
     q = q.view(n, BLOCK_SIZE, H, d).transpose(1, 2)

@@ -108,8 +108,7 @@ class Past:
         join      after the passes: the main stream waits for `remember` and `prepare`, and then may
                   use what they made
 
-    `bos` is the token that begins a document, `recall_table` what is remembered: (R,), the same on
-    all ranks. c: train_gpt.Config"""
+    c: train_gpt.Config; `bos` begins a document; `recall_table` (R,) is the same on all ranks."""
 
     def __init__(self, c, bos: int, recall_table: Tensor, candidates: Candidates,
                  as_graphs: bool = False):
@@ -131,8 +130,7 @@ class Past:
 
     def spell_and_hash(self, tokens: Tensor,
                        training: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tokens, where documents begin, and spellings, (T,) each, and the hashes
-        (longest_match - 1, T)."""
+        """Tokens, where documents begin, and spellings, (T,); hashes (longest_match - 1, T)."""
         c = self.config
         begins = tokens == self.bos
         begins[:: c.seq_len if training else len(tokens)] = True
@@ -195,9 +193,8 @@ class Past:
         return self.kept
 
     def read_batch(self, batch: Batch, sequences: Tensor, uniform: Tensor) -> PreparedBatch:
-        """The sequences of a batch, on the device, and random numbers for its candidates -> the
-        batch, with `ends` on the device. Every rank reads the whole batch, so none has to tell the
-        others what it looks up."""
+        """Sequences on the device, and random numbers for candidates -> the batch, with `ends` on
+        the device. Every rank reads all of it, so none has to tell the others what it looks up."""
         # 1. What all ranks need to know of all tokens.
         length = sequences.size(1) - 1
         inputs, targets = inputs_and_targets(sequences.long())
@@ -262,8 +259,7 @@ def distinct_rows(lookups_of_ranks: Tensor) -> tuple[Tensor, Tensor]:
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     """tokens and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last 2,
-    of its last 3, ... and of its last `longest` tokens. Those before the document or before the
-    sequence count as 0."""
+    of its last 3, ... `longest` tokens. Those before the document or sequence count as 0."""
     earlier = tokens
     hashed = tokens
     hashes = []

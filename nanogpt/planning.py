@@ -58,8 +58,7 @@ def parse_config(script, argv: list[str]):
 # its parameters, learn it by heart.
 LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
 MINUTES = 2.0  # the budget if none is given
-# Readings of a text. More of them make validation worse: the model learns the text by heart
-# (records/TRIED.md).
+# Readings of a text. With more of them the model learns it by heart (records/TRIED.md).
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 # Batches of a short text are made smaller for so many steps, down to a sequence for each process.
 WANTED_STEPS_PER_READING = 75
@@ -208,8 +207,7 @@ class RunFiles(NamedTuple):
 
 def check_run_files(c, plan: shards.Plan, files: list[dict]) -> RunFiles:
     """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
-    something is wrong on one of them, or if they do not have the same source files and shards. A
-    collective."""
+    something is wrong on one of them, or if their source files or shards differ. A collective."""
     found = on_all_ranks(check_data, c, plan)
     facts = {f"code {file['path']}": file["sha256"] for file in files}
     for shard in found.fingerprints:

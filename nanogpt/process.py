@@ -29,8 +29,7 @@ def set_environment() -> int:
     """Sets the variables, and returns the number of this process's GPU among those it sees."""
     # Tensors of many sizes would fragment memory that is handed out in fixed pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # Transfers get the next free processors of the GPU. Without priority they would wait behind all
-    # kernels that were started before.
+    # Without priority, transfers would wait behind all kernels that were started before.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     # Each process sees its own GPU only, as cuda:0. If rank 1 worked on cuda:1, it could not use
     # what the compiler's cache has for cuda:0, and would compile all of it again.
@@ -56,12 +55,12 @@ class Stop:
         self.numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self.end_at_once()
 
-    def end_at_once(self, numbers: Iterable[int] = ()) -> None:
-        """These signals end the process at once; without numbers all do. The system does that, as
-        Python calls no function of ours while the process waits for other ranks."""
+    def end_at_once(self, numbers: Iterable[int] | None = None) -> None:
+        """These signals end the process at once; by default all do. The system does that, as Python
+        calls no function of ours while the process waits for other ranks."""
         # The system spares process 1, which this may be in a container.
         end = signal.SIG_DFL if os.getpid() > 1 else lambda number, _: os._exit(128 + number)
-        for number in numbers or self.numbers:
+        for number in self.numbers if numbers is None else numbers:
             signal.signal(number, end)
 
     def end_after_a_step(self) -> None:
@@ -74,12 +73,9 @@ class Stop:
             say("stopping within a few steps, or at the end of the run; the next Ctrl-C ends it at "
                 "once, and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
-        if signal.SIGINT in self.numbers:
-            # torchrun hands on a first Ctrl-C as it is, and a second one as SIGTERM.
-            of_second = [signal.SIGINT]
-            if number == signal.SIGINT and signal.SIGTERM in self.numbers:
-                of_second.append(signal.SIGTERM)
-            self.end_at_once(of_second)
+        # torchrun hands on a first Ctrl-C as it is, and a second one as SIGTERM.
+        of_second = {signal.SIGINT, signal.SIGTERM} if number == signal.SIGINT else {signal.SIGINT}
+        self.end_at_once(of_second & {*self.numbers})
 
 
 def say(sentence: str) -> None:

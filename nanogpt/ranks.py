@@ -24,14 +24,12 @@ LONGEST_WRITE = timedelta(minutes=30)  # of rank 0 to a slow disk
 def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
     """Starts PyTorch on this process's device, and returns it: the GPU of this number if `kind` is
     "cuda", or the "cpu". Under torchrun it also starts the process group, and waits for the other
-    ranks for so many minutes. Raises BadInput if they do not come, or if there are more processes
-    than GPUs on this host."""
+    ranks for so many minutes. Raises BadInput if they do not come, or if there is no such GPU."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", local_gpu)
         require(local_gpu < torch.cuda.device_count(),
-                f"process {local_gpu} of this host finds no GPU for itself; start one process per "
-                "GPU")
+                f"process {local_gpu} of this host finds no GPU; start one process per GPU")
         torch.cuda.set_device(device)
         # Work on this stream goes before what is done beside it (nanogpt/tables.py).
         torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
@@ -139,8 +137,7 @@ class Requests:
         return torch.tensor(self.wanted, dtype=self.nothing.dtype, device=self.nothing.device)
 
     def hear(self, numbers: list[float]) -> None:
-        """Reads what `outgoing` had added to a message, summed over the ranks. What is heard stays
-        granted until it is taken."""
+        """Reads the sum of what all ranks' `outgoing` have added. It stays granted until taken."""
         for i, number in enumerate(numbers):
             self.granted[i] |= number > 0
 
@@ -184,8 +181,7 @@ class Slices:
         self.sums = {}  # name -> (this rank's part of a summed gradient, its transfer)
 
     def own(self, bank: Tensor) -> Tensor:
-        """This rank's slice of a bank (rows, ...). A view: what is written to it is written to the
-        bank."""
+        """This rank's slice of a bank (rows, ...), as a view: to write to it writes to the bank."""
         if self.world_size == 1:
             return bank
         # from_dlpack makes a view with an offset of 0. Otherwise only rank 0, whose slice begins
@@ -201,8 +197,7 @@ class Slices:
             self.sums[name] = part, reduce_scatter(part, gradient, async_op=True)
 
     def start_whole_sums(self, gradients: dict[str, Tensor]) -> None:
-        """Begins to sum small gradients of one dtype, in one transfer, all of them for each
-        rank."""
+        """Begins to sum small gradients of one dtype, for every rank, in one transfer."""
         if self.world_size == 1 or not gradients:
             self.sums |= {name: (x, NoTransfer()) for name, x in gradients.items()}
             return
@@ -227,8 +222,7 @@ class Slices:
         return gradient
 
     def hand_out(self, bank: Tensor, own: Tensor):
-        """Begins to give the own slice of the bank to all ranks. Returns the transfer, which fills
-        the bank."""
+        """Begins to give the own slice to all ranks. Returns the transfer, which fills the bank."""
         if self.world_size == 1:
             return NoTransfer()
         return all_gather(bank, own, async_op=True)

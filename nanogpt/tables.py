@@ -44,8 +44,7 @@ from nanogpt.ranks import all_gather, rank_and_world_size
 
 class Table(NamedTuple):
     bank: Tensor  # (R, width); this rank's columns are up to date
-    # (R,), float32 or wider, of each row's gradients over time; 0 before the first one. The same on
-    # all ranks.
+    # (R,), float32 or wider, of each row's gradients; 0 before the first. The same on all ranks.
     mean_square: Tensor
     source: str  # which list of Reading.rows has the rows that are looked up: "tokens" or "ngrams"
 
@@ -82,11 +81,9 @@ class Tables:
         # Sums of gradients over this rank's lookups: (ranks, its rows, own_width) of each table,
         # and with the name lm_head (1, its rows, width) of the token embedding.
         self.local_sums = {}
-        # For each table: the local sums that the ranks send to this one, (rows, own_width), and
-        # their transfer.
+        # For each table: the local sums sent to this rank, (rows, own_width), and their transfer.
         self.arriving = {}
-        # For each table: the sums over all ranks, (1, n, own_width), of the n rows that any rank
-        # looks up.
+        # For each table: sums over all ranks, (1, n, own_width), of n rows that any rank looks up.
         self.global_sums = {}
         # For each source: which of these n rows each of the arriving ones is, (rows,).
         self.places_of_ranks = {}
@@ -189,8 +186,7 @@ class Tables:
             self.side_stream.meet()
 
     def send(self, name: str) -> None:
-        """Begins to send each rank its columns of a table's local sums, in the dtype of the bank. A
-        collective."""
+        """Begins to send each rank its columns of local sums, in the bank's dtype. A collective."""
         table = self.tables[name]
         sums = self.local_sums.pop(name)  # (ranks, rows of this rank, own_width)
         if self.world_size == 1:
@@ -220,9 +216,8 @@ class Tables:
 
     @torch.no_grad()
     def update(self, rates: dict, unscale: Callable[[Tensor], Tensor]) -> None:
-        """Updates this rank's columns of the used rows. Of each table's rates (train_gpt.Rates) it
-        uses lr, decay and beta2; `unscale` divides a gradient by the scale of the loss. A
-        collective."""
+        """Updates this rank's columns of the used rows. It uses lr, decay and beta2 of the rates
+        (train_gpt.Rates); `unscale` divides a gradient by the scale of the loss. A collective."""
         self.take_turn("update", after="add_embedding")
         self.are_whole = False
         if not self.tables:
@@ -240,8 +235,7 @@ class Tables:
 
     def mean_squares(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients (n, own_width) of this rank's columns -> of each row the mean square over
-        all columns, (n,). (A norm takes one pass over memory, squares and their sum two.) A
-        collective."""
+        all columns, (n,). (A norm reads memory once, squares and a sum twice.) A collective."""
         lengths = [torch.linalg.vector_norm(x, dim=1) for x in gradients.values()]
         squares = torch.cat(lengths).square()
         if self.world_size > 1:
@@ -421,8 +415,7 @@ def in_words(x: Tensor) -> Tensor:
 
 
 def take_columns(bank: Tensor, rows: Tensor, rank: int, ranks: int) -> Tensor:
-    """The columns that a rank owns of rows (n,) of a bank (R, width): (n, own_width). Those beyond
-    the bank's are 0."""
+    """A rank's columns of rows (n,) of a bank (R, width): (n, own_width), 0 beyond the bank's."""
     own_width = -(-bank.size(1) // ranks)
     own = bank[:, rank * own_width : (rank + 1) * own_width]
     taken = in_words(own)[rows].view(bank.dtype)
@@ -431,8 +424,7 @@ def take_columns(bank: Tensor, rows: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
-    """Writes the parts (ranks, n, own_width), one from each rank, to rows (n,) of the bank (R,
-    width)."""
+    """Writes parts (ranks, n, own_width), one of each rank, to rows (n,) of a bank (R, width)."""
     ranks, _, own_width = parts.shape
     parts = parts.transpose(0, 1)  # (n, ranks, own_width)
     if bank.size(1) == ranks * own_width:

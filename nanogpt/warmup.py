@@ -38,8 +38,7 @@ class WarmUp:
         """`call` is gpu.CudaGraphs, or what stands for it. A collective."""
         if self.config.compile and rank_and_world_size()[1] > 1:
             self.compile_share()
-        # fp16 may skip the updates of the steps below. So each update is compiled here, and
-        # captured as a CUDA graph.
+        # fp16 may skip the updates of the steps below. So they are compiled and captured here.
         self.update()
         self.update(self.optimizer.call)
         for _, step in self.stages:
@@ -88,8 +87,7 @@ class WarmUp:
             self.config, script.SCHEDULES[self.config.schedule], train_paths, seconds)
         on_all_ranks(check_tokens, c, script.batch_plan(c), train_paths)
         self.model.config = c
-        # With fewer steps some stages may vanish. Rotary tables depend on all changes of the window
-        # before, so they may be others now.
+        # With fewer steps stages may vanish, and rotary tables depend on all windows before.
         WarmUp(self.model, self.optimizer, script).run(call)
         return c, seconds
 

@@ -31,8 +31,7 @@ def write_code(log: Log, folder: Path) -> None:
 
 
 def check(page: Path) -> int:
-    """Compares all records, and the leaderboard in the page, with the logs. Returns the exit
-    status."""
+    """Compares all records and the leaderboard with the logs. Returns the exit status."""
     records = []
     found = []
     for folder in record.folders():

@@ -57,9 +57,8 @@ def refuse_mixed(logs: list[Log]) -> None:
         for what, ours in shared(log).items():
             for key in differing(first[what], ours):
                 raise ValueError(
-                    f"runs of one kind have one {what}, but {key} is "
-                    f"{value_of(key, first[what])} in {logs[0].path} and {value_of(key, ours)} in "
-                    f"{log.path}.")
+                    f"runs of one kind have one {what}, but {key} is {value_of(key, first[what])} "
+                    f"in {logs[0].path} and {value_of(key, ours)} in {log.path}.")
     seeds = [log.config["seed"] for log in logs]
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"runs of one kind have a seed each; these have {seeds}, from "
@@ -80,8 +79,7 @@ def pm(values: list[float], digits: int) -> str:
 
 
 class Record:
-    """What follows from logs, with two free texts. Raises ValueError if a run has no place in a
-    record."""
+    """What follows from logs, with two free texts. Raises ValueError if a run has no place here."""
 
     def __init__(self, name: str, logs: list[Log], claim: str, data_name: str):
         from scipy import stats  # of requirements-dev.txt
@@ -140,8 +138,7 @@ def block(record: Record) -> str:
 
 
 def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
-    """Makes records/DATE_NAME from these logs. Raises OSError, and ValueError before it has written
-    anything."""
+    """Makes records/DATE_NAME from logs. Raises ValueError before it writes, and OSError."""
     if not re.fullmatch(r"[\w.-]+", name) or re.search(r"[|\n]", claim + data_name):
         raise ValueError("a record's name has only letters, digits, '_', '-' and '.'; its claim "
                          "and data are a line each, without '|'.")
@@ -182,8 +179,7 @@ def read(folder: Path) -> Record:
 
 
 def with_leaderboard(page: str, records: list[Record]) -> str:
-    """The page records/README.md with the leaderboard of these records, and below it those without
-    a rank."""
+    """The page records/README.md with the leaderboard, and below it the records without a rank."""
     begin = "<!-- leaderboard:begin -->"
     end = "<!-- leaderboard:end -->"
     lines = [begin, "| record | time (s) | loss | n | target | machine | data |",

@@ -148,7 +148,6 @@ def sample_of(run, script, path: str) -> str:
 
 
 def num_weights(table: dict) -> tuple[int, int]:
-    """How many weights are active in every token, and how many are in tables, by
-    train_gpt.parameter_table."""
+    """How many weights of train_gpt.parameter_table each token uses, and how many tables hold."""
     in_tables = sum(math.prod(p.shape) for p in table.values() if p.optimizer == "rows")
     return sum(math.prod(p.shape) for p in table.values()) - in_tables, in_tables

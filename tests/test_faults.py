@@ -74,7 +74,7 @@ def name_of(row):
     return re.sub(r"\W+", "-", row.what)
 
 
-REMEDY = "fetch or make it again"
+REMEDY = "delete it and run data/fineweb.py"
 REFUSED = [
     Refused("shard: begins with something else", f"{FIRST} begins with magic 5, .*{REMEDY}",
             prepare=instead(FIRST, lambda path: write_shard(path, documents(6000), magic=5))),

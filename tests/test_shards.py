@@ -113,7 +113,7 @@ def cut_to(size):
 
 DAMAGES = {  # how the shard is damaged, and what the sentence must hold besides its name
     "magic": (written(magic=20240521), ["magic 20240521, not 20240520"]),
-    "compressed": (lambda path: path.write_bytes(b"\x1f\x8b" * 999), ["magic -1960867041", "fetch or make it again"]),
+    "compressed": (lambda path: path.write_bytes(b"\x1f\x8b" * 999), ["magic -1960867041", "delete it and run"]),
     "promises more": (written(count=2001), ["5024", "5026"]),
     "promises less": (written(count=1999), ["5024", "5022"]),
     "empty": (cut_to(0), ["0 bytes", "1024"]),

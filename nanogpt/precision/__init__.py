@@ -82,8 +82,7 @@ class StepHooks:
         """Makes the banks complete on every rank, as validation uses no recipe. A collective."""
 
     def state(self) -> dict:
-        """What a save needs: numbers by name, the same on all ranks. The log has them at the
-        end."""
+        """For a save and the end of the log: numbers by name, the same on all ranks."""
         return {}
 
     def load_state(self, state: dict) -> None:

@@ -51,8 +51,7 @@ def multiplier_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 def to_fp8(x: Tensor, multiplier: Tensor, dtype: torch.dtype, has_fp8: bool = True) -> Tensor:
     """x * multiplier, clamped to the dtype's range and rounded. Code that is compiled for a device
-    without FP8 cannot even hold such numbers, so there they come as bf16: `kernels.product` takes
-    either."""
+    without FP8 cannot hold such numbers: they come as bf16, which `kernels.product` takes, too."""
     limit = torch.finfo(dtype).max
     y = (x.float() * multiplier).clamp(-limit, limit)
     if has_fp8:
@@ -127,8 +126,7 @@ class FP8(StepHooks):
         is_output = row % 4 == 3
         of_attentions = 1 + len(of_mlps) + row // 4 * 2 + is_output
         self.scale_of_row = {"lm_head": of_head, "mlp": of_mlps, "qkvo": of_attentions}
-        # The scale is a row's first number: compiled code wants it to begin at a multiple of 16
-        # bytes.
+        # The scale is a row's first number: compiled code wants it at a multiple of 16 bytes.
         self.scales = torch.full((int(of_attentions[-1]) + 1, 4), math.nan, device=device)
 
     def products_of(self, name: str, rows: slice, transposed: bool = False) -> FP8Products:

@@ -2,10 +2,6 @@
 
 Where numbers lie is known beforehand for the inputs of most products: they come from normalised
 vectors, so that |x| is at most sqrt(D), or are the squared results of a product of such inputs.
-
-Each of x, w and dy is rounded once and stored as it is and transposed (nanogpt/kernels.py, section
-2). Backward, only Hopper's kernel for the MLP's hidden layer has fast accumulation (section 4
-there).
 """
 import torch
 
@@ -33,8 +29,7 @@ HEAD_GRADIENT_SCALE = 0.75 / 448
 
 class StaticLinear(torch.autograd.Function):
     """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into `parts` pieces of equal width; all
-    three products are in FP8. Backward rounds the parts' gradients as one matrix, so that they need
-    not be copied into one before."""
+    three products are in FP8. Backward rounds the gradients as one matrix, without a copy."""
 
     @staticmethod
     def forward(ctx, x, w, input_scale, parts):
@@ -56,10 +51,8 @@ class StaticLinear(torch.autograd.Function):
 
 
 class StaticMLP(torch.autograd.Function):
-    """x (T, D), up and down (D, F) -> relu(x up)^2 down^T (T, D), all products in FP8.
-
-    On Hopper the hidden layer exists in FP8 only: the product that makes it squares and rounds it
-    at its end (records 59, 87)."""
+    """x (T, D), up and down (D, F) -> relu(x up)^2 down^T (T, D), all products in FP8. The algebra
+    of the hidden layer stands in nanogpt/kernels.py, section 4."""
 
     @staticmethod
     def forward(ctx, x, up, down):

@@ -71,8 +71,7 @@ class Precision:
     and fp8 have some, and no run has both."""
 
     def __init__(self, c, recipe_names: dict[str, str], banks: dict[str, Tensor]):
-        """c: train_gpt.Config; recipe_names: by the projections' names; banks: the model's weights
-        by name"""
+        """c: train_gpt.Config; recipe_names: by projection; banks: the model's weights by name"""
         self.recipe_names = recipe_names
         self.hooks = StepHooks()
         if c.precision == "fp16":
@@ -95,8 +94,7 @@ class Precision:
 
     def products_of(self, projection: str, bank: str, rows: slice,
                     transposed: bool = False) -> Products:
-        """The products of a projection. These rows of a bank are its weight, as (N, K) or, if
-        transposed, as (K, N)."""
+        """A projection's products. Its weight is these rows of a bank: (N, K), or transposed."""
         name = self.recipe_names[projection]
         if name in PLAIN_DTYPES:
             return PLAIN
