@@ -122,7 +122,9 @@ class Past:
         self.side_stream = SideStream(device)
         self.read_calls = [caller(as_graphs), caller(as_graphs)]
         self.kept = None  # the last batch, so that its memory is not given away (`prepare`)
-        self.has_met = False  # whether `meet` was called after the last `prepare`
+        # Whether these were called after the last `prepare`.
+        self.has_met = False
+        self.has_remembered = True
 
     def read(self, tokens: Tensor, training: bool) -> Reading:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
@@ -160,6 +162,7 @@ class Past:
         self.candidates.reset(seed)
         self.recall_table.zero_()
         self.has_met = False
+        self.has_remembered = True
 
     def meet(self) -> None:
         self.side_stream.meet()
@@ -177,10 +180,11 @@ class Past:
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
         holds that until batch n + 1 is made, and two callers take turns: a CUDA graph overwrites
         what it has returned before. Batch n + 1 may get the memory of batch n - 1: by `meet` of
-        step n this stream waits until step n - 1 is over. Raises RuntimeError without that."""
-        if not self.has_met:
-            raise RuntimeError("`meet` must come before the first batch, and between two of them")
-        self.has_met = False
+        step n this stream waits until step n - 1 is over. Raises RuntimeError without that, and
+        without `remember`, or batch n + 1 would not find what came next in batch n."""
+        if not (self.has_met and self.has_remembered):
+            raise RuntimeError("`meet` must come before each batch, and `remember` between two")
+        self.has_met = self.has_remembered = False
         num_groups = math.ceil(len(batch.sequences) / batch.group_size)
         self.read_calls.reverse()
         with self.side_stream.on():
@@ -232,6 +236,7 @@ class Past:
         was a target, and writes to the recall table which token came next after which. But a text
         that is read more than once is not written there, as it would be known by heart. A
         batch is prepared before that, or it would find its own targets in the table."""
+        self.has_remembered = True
         with self.side_stream.on():
             self.candidates.remember(batch.counts, batch.lost)
             if read_once and self.config.recall_lengths:

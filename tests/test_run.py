@@ -138,6 +138,7 @@ def test_a_stage_counts_by_its_steps_and_the_slowest_rank_when_minutes_choose_th
     def train_step(model, optimizer, batch, step, call, prepare_next):
         now[0] += len(batch.next_tokens) / 256
         model.past.meet()
+        model.past.remember(batch, True)
         prepare_next()
 
     monkeypatch.setattr("records.journal.time.perf_counter", lambda: now[0])
