@@ -42,7 +42,7 @@ class Reading(NamedTuple):
     def rows(self) -> dict[str, Tensor]:
         """The rows that are looked up: at the tokens, and in the table of n-grams."""
         rows = {"tokens": self.tokens, "ngrams": self.rows_of_ngrams}
-        return {source: numbers for source, numbers in rows.items() if len(numbers)}
+        return {at: numbers for at, numbers in rows.items() if len(numbers)}
 
     def matches(self) -> list[tuple[Tensor, Tensor]]:
         """The guessed tokens and the lengths of their matches, of each kind that there is."""
@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 
 
 class UsedRows(NamedTuple):
-    """The rows of one source, that is, of one list of Reading.rows, that a step looks up."""
+    """The rows that a step looks up at one list of Reading.rows."""
     of_this_rank: Tensor  # those that this rank looks up, ascending
     of_all: Tensor  # (n,) those of any rank, ascending
     of_ranks: Tensor  # those of each rank, one rank after the other
@@ -73,21 +73,22 @@ class PreparedBatch(NamedTuple):
     lost: Tensor  # (), as in Drawn
     hashes: Tensor  # (longest_match - 1, T), as in a Reading
     next_tokens: Tensor  # (T,)
-    rows: tuple[Tensor, ...]  # of each source, as in Reading.rows: the lists of `distinct_rows`
-    ends: Tensor  # (sources, ranks + 1), where these lists end; on the CPU
+    rows: tuple[Tensor, ...]  # for each list of Reading.rows: what `distinct_rows` returns
+    ends: Tensor  # (lists of Reading.rows, ranks + 1), where they end; on the CPU
     is_there: object  # the event after which the CPU may read `ends`
 
     def used_rows(self) -> dict[str, UsedRows]:
-        """The rows that the step uses, for each source. The CPU waits until they are counted."""
+        """The rows that the step uses, at each list of Reading.rows. The CPU waits until they are
+        counted."""
         self.is_there.synchronize()
         rank, _ = rank_and_world_size()
         reading, _ = self.micro_batches[0]
         used = {}
-        for source, rows, ends in zip(reading.rows(), self.rows, self.ends.tolist()):
+        for at, rows, ends in zip(reading.rows(), self.rows, self.ends.tolist()):
             of_all, *of_each, _ = rows.tensor_split(ends)
             of_ranks = rows[ends[0] : ends[-1]]
             counts = [len(x) for x in of_each]
-            used[source] = UsedRows(of_each[rank], of_all, of_ranks, counts)
+            used[at] = UsedRows(of_each[rank], of_all, of_ranks, counts)
         return used
 
 

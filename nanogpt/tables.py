@@ -46,7 +46,7 @@ class Table(NamedTuple):
     bank: Tensor  # (R, width); this rank's columns are up to date
     # (R,), float32 or wider, of each row's gradients; 0 before the first. The same on all ranks.
     mean_square: Tensor
-    source: str  # which list of Reading.rows has the rows that are looked up: "tokens" or "ngrams"
+    looked_up_at: str  # the list of Reading.rows that names the rows: "tokens" or "ngrams"
 
 
 ROWS_AT_A_TIME = 2**20  # of a table, while all of it is brought up to date
@@ -76,8 +76,8 @@ class Tables:
     def reset(self) -> None:
         """Makes ready for the next step. A step that was begun but not finished is forgotten."""
         self.last_call = "finish"  # of the methods above
-        self.lookups = []  # of each micro-batch, the rows of each source, (lookups,)
-        self.used = {}  # UsedRows of each source
+        self.lookups = []  # of each micro-batch, its Reading.rows
+        self.used = {}  # UsedRows for each list of these
         # Sums of gradients over this rank's lookups: (ranks, its rows, own_width) of each table,
         # and with the name lm_head (1, its rows, width) of the token embedding.
         self.local_sums = {}
@@ -85,7 +85,7 @@ class Tables:
         self.arriving = {}
         # For each table: sums over all ranks, (1, n, own_width), of n rows that any rank looks up.
         self.global_sums = {}
-        # For each source: which of these n rows each of the arriving ones is, (rows,).
+        # For each list of Reading.rows: which of these n rows each arriving one is, (rows,).
         self.places_of_ranks = {}
 
     def take_turn(self, method: str, after: str) -> None:
@@ -96,9 +96,9 @@ class Tables:
         self.last_call = method
 
     def begin(self, rows: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
-        """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each source,
-        and those that the whole step uses. Fetches the other ranks' columns of the rows that this
-        rank looks up. The pass that comes next on the main stream waits for that. A collective."""
+        """Takes the rows that each micro-batch of this rank looks up (Reading.rows), and those that
+        the whole step uses. Fetches the other ranks' columns of the rows that this rank looks up.
+        The pass that comes next on the main stream waits for that. A collective."""
         self.take_turn("begin", after="finish")
         self.lookups = rows
         self.used = used
@@ -111,7 +111,7 @@ class Tables:
         """Each rank sends the others its columns of the rows that they look up. A collective."""
         arriving = []
         for table in self.tables.values():
-            used = self.used[table.source]
+            used = self.used[table.looked_up_at]
             columns = take_columns(table.bank, used.of_ranks, self.rank, self.world_size)
             parts = columns.new_empty(self.world_size, len(used.of_this_rank), columns.size(1))
             sizes = [len(used.of_this_rank)] * self.world_size
@@ -143,11 +143,12 @@ class Tables:
         self.local_sums["lm_head"] = embedding.new_zeros(
             1, len(self.used["tokens"].of_this_rank), embedding.size(1), dtype=wide)
         for name, table in self.tables.items():
-            used = self.used[table.source]
+            used = self.used[table.looked_up_at]
             self.local_sums[name] = self.new_sums(table, self.world_size, len(used.of_this_rank))
             if self.world_size > 1:
                 self.global_sums[name] = self.new_sums(table, 1, len(used.of_all))
-                self.places_of_ranks[table.source] = torch.searchsorted(used.of_all, used.of_ranks)
+                self.places_of_ranks[table.looked_up_at] = torch.searchsorted(
+                    used.of_all, used.of_ranks)
 
     def new_sums(self, table: Table, *sizes: int) -> Tensor:
         """Zeros (*sizes, own_width), for sums of gradients."""
@@ -164,14 +165,14 @@ class Tables:
         with self.side_stream.on():  # beside the pass
             if i == 0:
                 self.make_room(gradients)
-            # For each source, which of this rank's used rows each lookup is, (lookups,).
-            places = {source: torch.searchsorted(self.used[source].of_this_rank, rows)
-                      for source, rows in self.lookups[i].items()}
+            # Which of this rank's used rows each lookup is, (lookups,).
+            places = {at: torch.searchsorted(self.used[at].of_this_rank, rows)
+                      for at, rows in self.lookups[i].items()}
         self.side_stream.meet()  # it waits for this pass, and the next pass for what it has begun
         is_last = i == len(self.lookups) - 1
         with self.side_stream.on():
             for name, table in self.tables.items():
-                sum_rows(self.local_sums[name], places[table.source], gradients[name])
+                sum_rows(self.local_sums[name], places[table.looked_up_at], gradients[name])
                 if is_last:
                     self.send(name)
             sum_rows(self.local_sums["lm_head"], places["tokens"], gradients["lm_head"])
@@ -193,7 +194,7 @@ class Tables:
             self.arriving[name] = sums[0], NoTransfer()
             return
         sums = sums.to(table.bank.dtype)
-        counts = self.used[table.source].counts
+        counts = self.used[table.looked_up_at].counts
         arrived = sums.new_empty(sum(counts), sums.size(2))
         sizes = [counts[self.rank]] * self.world_size
         transfer = dist.all_to_all_single(
@@ -227,7 +228,7 @@ class Tables:
                          for name, table in self.tables.items()}
             squares = self.mean_squares(gradients)
             for name, table in self.tables.items():
-                rows = self.used[table.source].of_all
+                rows = self.used[table.looked_up_at].of_all
                 root = remember_square(table.mean_square, rows, squares[name], rates[name].beta2)
                 update_rows(
                     gradients[name], rows, root, table.bank, self.rank,
@@ -251,7 +252,7 @@ class Tables:
             return unscale(arrived)
         transfer.wait()
         sums = self.global_sums.pop(name)
-        sum_rows(sums, self.places_of_ranks[table.source], unscale(arrived))
+        sum_rows(sums, self.places_of_ranks[table.looked_up_at], unscale(arrived))
         return sums[0]
 
     def finish(self) -> None:
