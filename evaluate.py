@@ -75,7 +75,7 @@ def score(model: nn.Module, tokens: np.ndarray, targets: np.ndarray) -> np.ndarr
 
 
 def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) -> np.ndarray:
-    """endings, each the tokens of a context and its own -> their log-probabilities (endings,)."""
+    """The tokens of the context, and its own, of each ending -> its log-probability, (endings,)."""
     sums = []
     for first in progress(range(0, len(endings), ENDINGS_AT_A_TIME)):
         together = endings[first : first + ENDINGS_AT_A_TIME]
@@ -221,7 +221,7 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
 
 
 def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -> None:
-    """Prints each model's results, and how the others differ from the first. `source`: the units"""
+    """Prints each model's results, and how others differ from the first; `source` names the units."""
     for model, measures in zip(models, measured):
         print(f"{model.path} (preset {model.gpt.config.preset}, step {model.gpt.trained_steps:,})")
         for name, measure in measures.items():

@@ -93,8 +93,8 @@ def choose_tokens(notes: list[str]) -> str:
 
 def write_corpus(documents: Iterable[str], folder: Path, use_bytes: bool, source: str) -> dict:
     """Encodes the documents, shuffles them, splits them, and writes them to a folder as shards.
-    Returns how many tokens, documents and duplicates there are. Raises OSError, and BadInput, which
-    speaks of `source`, if there are too few tokens for two splits."""
+    Returns how many train_tokens, val_tokens, documents and duplicates there are, by these names.
+    Raises OSError, and BadInput, which speaks of `source`, if two splits need more tokens."""
     num_read = 0
     distinct = {}  # by their hash
     for tokens in encode_all(documents, use_bytes):

@@ -118,12 +118,12 @@ class Past:
         self.spellings = torch.from_numpy(spellings.of_vocabulary(c.vocab_size)).to(device)
         self.recall_table = recall_table
         self.candidates = candidates
-        self.config = c  # before --minutes has chosen num_steps, epochs and val_interval
+        self.config = c  # as it was before --minutes chose num_steps, epochs, val_interval
         self.device = device
         self.side_stream = SideStream(device)
         self.read_calls = [caller(as_graphs), caller(as_graphs)]
         self.kept = None  # the last batch, so that its memory is not given away (`prepare`)
-        # Whether these were called after the last `prepare`.
+        # Whether these were called after the last `prepare`, if there was one.
         self.has_met = False
         self.has_remembered = True
 
@@ -182,7 +182,7 @@ class Past:
         holds that until batch n + 1 is made, and two callers take turns: a CUDA graph overwrites
         what it has returned before. Batch n + 1 may get the memory of batch n - 1: by `meet` of
         step n this stream waits until step n - 1 is over. Raises RuntimeError without that, and
-        without `remember`, or batch n + 1 would not find what came next in batch n."""
+        without `remember`, as batch n + 1 would not find what came next in batch n."""
         if not (self.has_met and self.has_remembered):
             raise RuntimeError("`meet` must come before each batch, and `remember` between two")
         self.has_met = self.has_remembered = False

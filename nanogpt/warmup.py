@@ -110,7 +110,7 @@ class WarmUp:
         return next(rank_batches([tokens.reshape(-1, c.seq_len + 1)], c, self.model.device))
 
     def read(self, batch: Batch, call: Callable | None = None) -> PreparedBatch:
-        self.model.past.reset(self.config.seed)  # the batch before need not be remembered
+        self.model.past.reset(self.config.seed)  # as the batch before may not be remembered
         self.model.past.meet()
         return self.model.past.prepare(batch, call=call)
 

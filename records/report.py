@@ -148,6 +148,6 @@ def sample_of(run, script, path: str) -> str:
 
 
 def num_weights(table: dict) -> tuple[int, int]:
-    """How many weights of train_gpt.parameter_table each token uses, and how many tables hold."""
+    """How many weights of train_gpt.parameter_table are outside of tables, and how many in them."""
     in_tables = sum(math.prod(p.shape) for p in table.values() if p.optimizer == "rows")
     return sum(math.prod(p.shape) for p in table.values()) - in_tables, in_tables
