@@ -221,7 +221,7 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
 
 
 def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -> None:
-    """Prints each model's results, and how others differ from the first; `source` names the units."""
+    """Prints the results of each model, and less those of the first. `source` names the units."""
     for model, measures in zip(models, measured):
         print(f"{model.path} (preset {model.gpt.config.preset}, step {model.gpt.trained_steps:,})")
         for name, measure in measures.items():
