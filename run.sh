@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# ./run.sh [--key=value ...]           set up, get the data, train on what this machine has
-# ./run.sh FILE ... [--key=value ...]  the same on your own text: files, folders, .jsonl
-# ./run.sh test [pytest args]          set up, lint, check the records, run the tests
+# ./run.sh [--name=value ...]           set up, get the data, train on what this machine has
+# ./run.sh FILE ... [--name=value ...]  the same on your own text: files, folders, .jsonl
+# ./run.sh test [pytest args]           set up, lint, check the records, run the tests
 set -euo pipefail
 
 fail() { echo "run.sh: $*" >&2; exit 2; }
@@ -15,7 +15,7 @@ if [ "${1:-}" != test ]; then
       --key=* | --split=* | --split_blank=* | --tokens=* | --bytes | --out=*) reading+=("$word") ;;
       -*) keys+=("$word") ;;
       *)
-        [ -e "$word" ] || fail "'$word': no such file or folder; options are written --key=value"
+        [ -e "$word" ] || fail "'$word': no such file or folder; options are written --name=value"
         case $word in /*) ;; *) word=$PWD/$word ;; esac
         texts+=("$word") ;;
     esac

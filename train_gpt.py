@@ -77,7 +77,7 @@ from nanogpt.tables import Table, Tables
 from records import journal, report
 
 # --------------------------------------------------------------------------------------------------
-# 1. Configuration: every key can be given as --key=value
+# 1. Configuration: every key can be given as --name=value
 
 @dataclasses.dataclass
 class Config(RunConfig):

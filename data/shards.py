@@ -117,8 +117,8 @@ def find_shards(c, split: str) -> list[Path]:
     pattern = c.train_files if split == "train" else c.val_files
     names = sorted(glob(pattern, root_dir=c.data_dir))
     if not names:
-        remedy = ("check the path, or get them: ./run.sh gets the usual ones, and data/prepare.py "
-                  "makes them of a text")
+        remedy = ("check the path, or get them: data/prepare.py FILE makes them of a text, with "
+                  "--python-docs those of laptop, and data/fineweb.py 9 fetches those of FineWeb")
         if Path(c.data_dir, "train.bin").exists():
             remedy = ("its train.bin seems to be nanoGPT's, tokens without a header; write_shard "
                       "in data/shards.py explains how to make a shard of it")

@@ -152,7 +152,7 @@ def parser_of(script, preset: str) -> Parser:
     shown = configure(script, preset, {})
     presets = [f"  {name:<10}{about}" for name, about in script.ABOUT.items()]
     parser = Parser(
-        usage="python train_gpt.py --key=value ...", description=script.__doc__.split("\n\n")[0],
+        usage="python train_gpt.py --name=value ...", description=script.__doc__.split("\n\n")[0],
         epilog="\n".join([
             "presets: other defaults, over which the keys that you give are laid", *presets, "",
             f"In brackets: the values of --preset={preset}."]),

@@ -79,6 +79,8 @@ def end(run, script, startup_s: float) -> int:
         weights = f"{path}, of step {best} with loss {best_loss:.4f}"
     elif keeper.lacks_weights:
         weights = "none, as they could not be written"
+        if keeper.save_path.exists():
+            weights += f"; make room, and --resume={shlex.quote(str(keeper.save_path))} does it"
     show("")
     show_facts(log, {
         "training": f"{curve(train_losses)} the loss of steps 1 to {run.step}",

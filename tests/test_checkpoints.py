@@ -170,14 +170,17 @@ def test_a_run_that_goes_on_with_other_code_says_so(corpus, tmp_path, monkeypatc
     assert "the steps before were made by another train_gpt.py" in capfd.readouterr().out
 
 
-def test_a_run_whose_weights_found_no_room_says_so_at_its_end(corpus, tmp_path, monkeypatch, capfd):
-    def write(path, tensors, about):
-        raise OSError(f"{path} cannot be written (No space left on device)")
+@pytest.mark.parametrize("save_every, remedy", [(0.0, ""), (1e-5, r"; make room, and --resume=\S+\.saved does it")])
+def test_a_run_whose_weights_found_no_room_says_so_at_its_end(save_every, remedy, corpus, tmp_path, monkeypatch, capfd):
+    def write(path, *args, write=checkpoints.write):
+        if path.suffix != ".saved":
+            raise OSError(f"{path} cannot be written (No space left on device)")
+        write(path, *args)
 
     monkeypatch.setattr(checkpoints, "write", write)
-    assert run(options(corpus, tmp_path, sample="The ")) == 0
+    assert run(options(corpus, tmp_path, sample="The ", save_every=save_every)) == 0
     out, _ = capfd.readouterr()
-    assert "\nweights   none, as they could not be written\n" in out and "sample: " not in out
+    assert re.search(rf"\nweights   none, as they could not be written{remedy}\n", out) and "sample: " not in out
 
 
 def test_weights_of_a_run_that_began_meanwhile_stay(corpus, tmp_path, monkeypatch):
