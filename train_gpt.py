@@ -1550,8 +1550,8 @@ class Optimizer:
     @torch.no_grad()
     def go_half_way_to_averages(self) -> None:
         """After the last step: moves all weights half-way to their averages. The whole way did harm
-        where an average went over too many steps (records/long_runs.md). The recipes are
-        not told, as only validation comes after this, which uses none. A collective."""
+        where an average went over too many steps (records/long_runs.md). The recipes are not told,
+        as only validation comes after this, which uses none. A collective."""
         for name, average in self.averages.items():
             self.masters[name].lerp_(average, 0.5)
             self.parts[name].copy_(self.masters[name])

@@ -80,7 +80,7 @@ def end(run, script, startup_s: float) -> int:
     elif keeper.lacks_weights:
         weights = "none, as they could not be written"
         if keeper.save_path.exists():
-            weights += f"; make room, and --resume={shlex.quote(str(keeper.save_path))} does it"
+            weights += f"; make room, then --resume={shlex.quote(str(keeper.save_path))}"
     show("")
     show_facts(log, {
         "training": f"{curve(train_losses)} the loss of steps 1 to {run.step}",

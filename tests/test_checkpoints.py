@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(corpus, tmp_path, monkeypatc
     assert "the steps before were made by another train_gpt.py" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("save_every, remedy", [(0.0, ""), (1e-5, r"; make room, and --resume=\S+\.saved does it")])
+@pytest.mark.parametrize("save_every, remedy", [(0.0, ""), (1e-5, r"; make room, then --resume=\S+\.saved")])
 def test_a_run_whose_weights_found_no_room_says_so_at_its_end(save_every, remedy, corpus, tmp_path, monkeypatch, capfd):
     def write(path, *args, write=checkpoints.write):
         if path.suffix != ".saved":
