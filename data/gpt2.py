@@ -1,7 +1,6 @@
 """GPT-2's tokens. Words are tokens by tiktoken, which fetches their vocabulary once; the tokens of
 single bytes are known here."""
-import threading
-from concurrent.futures import Future
+from multiprocessing.pool import ThreadPool
 
 import numpy as np
 
@@ -21,19 +20,10 @@ def load():
     tiktoken would wait for a silent network without end. So a thread loads it, which is left behind
     after 30 seconds.
     """
-    encoding = Future()
-
-    def work():
-        try:
-            import tiktoken
-            encoding.set_result(tiktoken.get_encoding("gpt2"))
-        except Exception as error:  # the network, the cache folder, or a missing package
-            encoding.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
     try:
-        return encoding.result(timeout=30)
-    except Exception as error:
+        import tiktoken
+        return ThreadPool(1).apply_async(tiktoken.get_encoding, ["gpt2"]).get(timeout=30)
+    except Exception as error:  # the network, the cache folder, or a missing package
         raise BadInput(f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}); run "
                        "once with a network, or set TIKTOKEN_CACHE_DIR to a folder that has it"
                        ) from error

@@ -61,12 +61,13 @@ MOST_VAL = 10_485_760 + 1  # one more, because the last prediction needs its tar
 
 def encode_all(documents: Iterable[str], use_bytes: bool) -> Iterator[np.ndarray]:
     """Yields the tokens of each document, SEPARATOR first: (n,) uint16."""
+    vocabulary = None if use_bytes else gpt2.load()
     documents = iter(documents)
     while job := list(islice(documents, 256)):
         if use_bytes:
             bodies = [gpt2.bytes_of(text) for text in job]
         else:
-            bodies = gpt2.load().encode_ordinary_batch(job, num_threads=os.cpu_count())
+            bodies = vocabulary.encode_ordinary_batch(job, num_threads=os.cpu_count())
         for body in bodies:
             yield np.concatenate([[SEPARATOR], body], dtype="<u2", casting="unsafe")
 
