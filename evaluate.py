@@ -207,10 +207,7 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
             first = shards.validation_tokens(paths, size, config.val_tokens)
             tokens.append(first.astype(np.int64))
         return source, tokens
-    notes = []
-    documents = list(texts.read_all([options.text], options, notes))
-    for note in notes:
-        print(f"evaluate.py: {note}", file=sys.stderr)
+    documents = list(texts.read_all([options.text], options))
     require(documents, f"{options.text}: no text in it; name a file that has some")
     tokens = []
     for model in models:

@@ -159,7 +159,7 @@ def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
         folder = first.with_name(f"{first.name}-{number}")
 
 
-def make_corpus(args: argparse.Namespace, notes: list[str]) -> tuple[Path, str]:
+def make_corpus(args: argparse.Namespace) -> tuple[Path, str]:
     """Makes the corpus, unless it is there already. Returns its folder, and what to say of it.
     Raises BadInput and OSError."""
     start = time.perf_counter()
@@ -174,7 +174,7 @@ def make_corpus(args: argparse.Namespace, notes: list[str]) -> tuple[Path, str]:
     if is_made:
         return folder, "already made of this text; used again"
 
-    documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args, notes)
+    documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args)
     counts = write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
                           args.tokens == "bytes", ", ".join(args.inputs))
     num_read = counts["documents"] + counts["duplicates"]
@@ -221,17 +221,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def work(argv: list[str]) -> None:
     """Makes the corpus that the command line asks for. Raises BadInput."""
     args = parse_args(argv)
-    notes = []
     try:
-        folder, result = make_corpus(args, notes)
+        folder, result = make_corpus(args)
     except OSError as error:
         raise BadInput(
             f"cannot write to {args.out or DATA} ({error.strerror}); make room there, or give "
             "yourself the right to write there, and delete the folder that was begun") from None
     screen = sys.stderr if args.print_folder else sys.stdout
     print(f"{os.path.relpath(folder)}: {result}", file=screen)
-    for note in notes:
-        print(f"prepare.py: {note}.", file=screen)
     if args.print_folder:
         print(os.path.relpath(folder))
     elif args.inputs:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from data import BadInput, require
+from records.console import complain
 
 JSON_LINES = {".jsonl", ".ndjson", ".jsonlines", ".json"}
 SUFFIXES = JSON_LINES | {  # of the files that are taken from a folder
@@ -71,24 +72,24 @@ def find_files(item: str) -> list[Path]:
     return found
 
 
-def read_all(inputs: list[str], options: argparse.Namespace, notes: list[str]) -> Iterator[str]:
+def read_all(inputs: list[str], options: argparse.Namespace) -> Iterator[str]:
     """Yields the documents of files and folders, read as `options` say (key, split, split_blank).
-    What the user should know is added to the list `notes`, in sentences. Raises BadInput."""
+    Raises BadInput."""
+    saw_marker = False
     for item in inputs:
         files = find_files(item)
         if os.path.isdir(item):
-            documents = read_folder(item, files, options, notes)
+            documents = read_folder(item, files, options)
         else:
             documents = read_documents(files[0], options)
         for text in documents:
-            note = f"{MARKER} is read as text; if it ends documents, give --split='{MARKER}'"
-            if MARKER in text and note not in notes:
-                notes.append(note)
+            if MARKER in text and not saw_marker:
+                saw_marker = True
+                complain(f"{MARKER} is read as text; if it ends documents, give --split='{MARKER}'")
             yield text
 
 
-def read_folder(folder: str, files: list[Path], options: argparse.Namespace,
-                notes: list[str]) -> Iterator[str]:
+def read_folder(folder: str, files: list[Path], options: argparse.Namespace) -> Iterator[str]:
     """Yields the documents of the files of a folder. Those that are no text are left out."""
     left_out = []
     for path in files:
@@ -101,11 +102,11 @@ def read_folder(folder: str, files: list[Path], options: argparse.Namespace,
     if len(left_out) == len(files):
         raise BadInput(f"{folder}: no text in this folder, first {left_out[0]}")
     if left_out:
-        notes.append(f"left out {len(left_out):,} file(s) of {folder}, first {left_out[0]}")
+        complain(f"left out {len(left_out):,} file(s) of {folder}, first {left_out[0]}")
     others = [path for path in visible_files(folder) if path.suffix.lower() not in SUFFIXES]
     if others:
-        notes.append(f"passed over {len(others):,} file(s) of {folder} that do not end as texts "
-                     f"do, first {others[0]}; name those that hold text")
+        complain(f"passed over {len(others):,} file(s) of {folder} that do not end as texts do, "
+                 f"first {others[0]}; name those that hold text")
 
 
 def read_documents(path: Path, options: argparse.Namespace) -> Iterator[str]:

@@ -202,7 +202,7 @@ def test_a_text_is_one_document_byte_for_byte_also_if_it_looks_a_bit_like_json(t
 @pytest.mark.parametrize("name, content, is_said", [("a.txt", JOINED, True), ("a.jsonl", LINES, False), ("b.jsonl", json_lines([JOINED, JOINED + "."]), True)])
 def test_markers_between_documents_that_are_read_as_text_are_said(tmp_path, capsys, name, content, is_said):
     run_prepare(write(tmp_path / name, content))
-    assert capsys.readouterr().out.count("if it ends documents, give --split='<|endoftext|>'") == is_said, "once at most"
+    assert capsys.readouterr().err.count("if it ends documents, give --split='<|endoftext|>'") == is_said, "once at most"
 
 
 @pytest.mark.parametrize("marker, is_said", [("<|endoftext|>", False), ("<|end|>", True)])
@@ -256,7 +256,7 @@ def test_a_folder_is_searched_and_what_is_left_out_is_said(tmp_path, capsys):
     out = run_prepare(tmp_path / "in")
     expected = [JOINED, "three" * 30, *STORIES, "four\n" * 30]
     assert sorted(map(from_bytes, read_corpus(out))) == sorted(expected)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert f"left out 2 file(s) of {tmp_path / 'in'}, first " in said
     assert "bad.py: not text" in said
     assert f"passed over 3 file(s) of {tmp_path / 'in'} that do not end as texts do, first {tmp_path / 'in' / 'pic.png'}" in said

@@ -264,7 +264,7 @@ def test_one_document_has_no_error_and_no_interval_and_a_sentence_says_why(tmp_p
     text.write_text("The first one ends.\n\nA second.<|endoftext|>")
     status, out, err = run(capsys, checkpoint[0], f"--text={text}", another)
     assert status == 0 and "text.txt: 1\n" in out and out.count("±") == 1 and "another.safetensors minus" in out
-    assert err.startswith("evaluate.py: <|endoftext|> is read as text") and err.count("\n") == 1
+    assert err.startswith("<|endoftext|> is read as text") and err.count("\n") == 1
     assert out.endswith("A single one has none, and with fewer than 30 it is too small: --text=PATH --split_blank=1 cuts a text into more.\n")
 
 
