@@ -9,8 +9,8 @@ INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a text          one document, or with --split or --split_blank several
     JSON lines      an object on each line, with a text, as above, under --key. A file whose first
                     line is such an object counts as JSON lines, whatever it is called
-    a folder        the files of text and of source code in it and in its subfolders (texts.py has
-                    their endings), without hidden ones, linked folders, and files that are no text
+    a folder        all files in it and in its subfolders, without hidden ones, linked folders, and
+                    files that are no text
 
 The shards are OUT/NAME_val_000000.bin and OUT/NAME_train_000001.bin (shards.py says what a shard
 is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so on if

@@ -15,12 +15,6 @@ from data import BadInput, require
 from records.console import complain
 
 JSON_LINES = {".jsonl", ".ndjson", ".jsonlines", ".json"}
-SUFFIXES = JSON_LINES | {  # of the files that are taken from a folder
-    ".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".org", ".tex", ".html", ".htm", ".css",
-    ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".hs", ".java", ".jl", ".js", ".jsx",
-    ".kt", ".lua", ".php", ".pl", ".py", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift",
-    ".ts", ".tsx",
-}
 MARKER = "<|endoftext|>"  # what most often stands between documents
 
 EXPORT = 'export its text column as JSON lines, a line like {"text": "..."} for each document'
@@ -50,25 +44,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="cut texts at N or more blank lines, 1 to 9")
 
 
-def visible_files(folder: str) -> list[Path]:
-    """The files in this folder and its subfolders that are not hidden, sorted. Links to folders are
-    not followed, as they may form a circle."""
-    return [path for path in sorted(Path(folder).rglob("*")) if path.is_file()
-            and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-
-
 def find_files(item: str) -> list[Path]:
-    """The file that `item` names, or those of a folder that have one of the SUFFIXES, sorted.
-    Raises BadInput if there are none, and for a folder of shards."""
+    """The file that `item` names, or those of a folder and its subfolders that are not hidden,
+    sorted. Links to folders are not followed, as they may form a circle. Raises BadInput if there
+    are none."""
+    require(os.path.exists(item), f"{item}: no such file or folder; check the path")
     if not os.path.isdir(item):
-        require(os.path.exists(item), f"{item}: no such file or folder; check the path")
         return [Path(item)]
-    require(os.access(item, os.R_OK | os.X_OK), f"{item}: cannot be read; check its permissions")
-    require(not any(Path(item).glob("*_train_*.bin")),
-            f"{item}: a folder of shards; train on them with --data_dir={item}")
-    found = [path for path in visible_files(item) if path.suffix.lower() in SUFFIXES]
-    require(found, f"{item}: no files in this folder that end as texts do, such as .txt and "
-            ".jsonl; name the files themselves")
+    found = [path for path in sorted(Path(item).rglob("*")) if path.is_file()
+             and not any(part.startswith(".") for part in path.relative_to(item).parts)]
+    require(found, f"{item}: no files in this folder; check it and its permissions")
     return found
 
 
@@ -103,10 +88,6 @@ def read_folder(folder: str, files: list[Path], options: argparse.Namespace) -> 
         raise BadInput(f"{folder}: no text in this folder, first {left_out[0]}")
     if left_out:
         complain(f"left out {len(left_out):,} file(s) of {folder}, first {left_out[0]}")
-    others = [path for path in visible_files(folder) if path.suffix.lower() not in SUFFIXES]
-    if others:
-        complain(f"passed over {len(others):,} file(s) of {folder} that do not end as texts do, "
-                 f"first {others[0]}; name those that hold text")
 
 
 def read_documents(path: Path, options: argparse.Namespace) -> Iterator[str]:
