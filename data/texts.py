@@ -144,13 +144,10 @@ def json_lines(lines: Iterable[str], key: str, path: Path) -> Iterator[str]:
             raise BadInput(f'{place}: no JSON object like {{"{key}": "..."}}; repair it, or write '
                            "each object on a line: jq -c . OLD > NEW.jsonl (jq -c '.[]' for an "
                            "array)")
-        if key not in entry:
+        if not isinstance(entry.get(key), str):
             keys = f"{', '.join(map(repr, entry)):.200}"
-            raise BadInput(f'{place}: an object without "{key}", with the keys {keys}; name that '
-                           "of its text with --key")
-        if not isinstance(entry[key], str):
-            raise BadInput(f'{place}: "{key}" is {json.dumps(entry[key]):.40}, which is no text; '
-                           "leave such lines out")
+            raise BadInput(f'{place}: an object without a text as "{key}", with the keys {keys}; '
+                           "name that of its text with --key, or leave such lines out")
         yield entry[key]
 
 
