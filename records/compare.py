@@ -3,7 +3,7 @@ import statistics
 from pathlib import Path
 
 from .log import machine_name, read_logs
-from .record import ALPHA, differing, pm, refuse_mixed, shared, value_of
+from .record import ALPHA, differing, pm, refuse_mixed, shared
 
 
 def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -> str:
@@ -50,8 +50,8 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
     a, b = (shared(logs[0]) for logs in sides)
     for what in ("machine", "config"):
         for key in differing(a[what], b[what]):
-            lines.append(f"{what}: {key} is {value_of(key, a[what])} in A and "
-                         f"{value_of(key, b[what])} in B")
+            lines.append(f"{what}: {key} is {a[what].get(key)!r} in A and "
+                         f"{b[what].get(key)!r} in B")
     if sorted(a["data"].values()) != sorted(b["data"].values()):  # names do not count
         lines.append("caution: the data of A and B differ")
     files = differing(a["code"], b["code"])

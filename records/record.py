@@ -45,10 +45,6 @@ def differing(a: dict, b: dict) -> list[str]:
     return [key for key in sorted(a | b) if a.get(key) != b.get(key)]
 
 
-def value_of(key: str, side: dict) -> str:
-    return repr(side[key]) if key in side else "missing"
-
-
 def refuse_mixed(logs: list[Log]) -> None:
     """Raises ValueError unless all runs have one code, data, configuration and machine, and each a
     seed of its own: otherwise they do not say how much runs of one kind differ."""
@@ -57,8 +53,8 @@ def refuse_mixed(logs: list[Log]) -> None:
         for what, ours in shared(log).items():
             for key in differing(first[what], ours):
                 raise ValueError(
-                    f"runs of one kind have one {what}, but {key} is {value_of(key, first[what])} "
-                    f"in {logs[0].path} and {value_of(key, ours)} in {log.path}.")
+                    f"runs of one kind have one {what}, but {key} is {first[what].get(key)!r} in "
+                    f"{logs[0].path} and {ours.get(key)!r} in {log.path}.")
     seeds = [log.config["seed"] for log in logs]
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"runs of one kind have a seed each; these have {seeds}, from "
