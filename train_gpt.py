@@ -50,7 +50,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -1829,8 +1829,7 @@ class Run:
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = ranks.Requests(self.device)
         self.get_state = partial(checkpoints.state_of, optimizer)
-        arrays = shards.packed_batches(
-            run_files.train_paths, c, batch_plan(c), first_step=self.step)
+        arrays = islice(shards.batches(run_files.train_paths, c, batch_plan(c)), self.step, None)
         self.batches = shards.ahead(rank_batches(arrays, c, self.device))
         self.batch: PreparedBatch | None = None  # of the next step
 

@@ -183,12 +183,11 @@ def ahead(items: Iterator) -> Iterator:
 #
 # In what follows `c` is train_gpt.Config, which says what its keys mean.
 
-Pieces = list[slice]  # a sequence: what it takes of its shard's tokens
 Plan = Sequence[int]  # of each step: sequences in its batch
 
 
-def sequences_of(shard: Shard, c) -> Iterator[Pieces]:
-    """The sequences of a shard, seq_len + 1 tokens each. A last one that is not full is not used.
+def sequences_of(shard: Shard, c) -> Iterator[np.ndarray]:
+    """The sequences of a shard, (seq_len + 1,) each. A last one that is not full is not used.
 
     With `cut_documents` their random order is the same at each reading and in each run, and each
     shares a token with the one behind it in the text: its last target is the first input there.
@@ -198,22 +197,22 @@ def sequences_of(shard: Shard, c) -> Iterator[Pieces]:
         begins = np.arange(0, len(shard.tokens) - c.seq_len, c.seq_len)
         np.random.default_rng(0).shuffle(begins)
         for begin in begins.tolist():
-            yield [slice(begin, begin + length)]
+            yield shard.tokens[begin : begin + length]
         return
     pieces = []
     room = length
     for begin, end in pairwise([*shard.starts.tolist(), len(shard.tokens)]):
         count = min(end - begin, c.longest_document, room)
-        pieces.append(slice(begin, begin + count))
+        pieces.append(shard.tokens[begin : begin + count])
         room -= count
         if room == 0:
-            yield pieces
+            yield np.concatenate(pieces)
             pieces = []
             room = length
 
 
-def batches(paths: list[Path], c, plan: Plan) -> Iterator[tuple[np.ndarray, list[Pieces]]]:
-    """A batch for every step of the plan: a shard's tokens, and all sequences as pieces of them.
+def batches(paths: list[Path], c, plan: Plan) -> Iterator[np.ndarray]:
+    """A batch for every step of the plan: (sequences, seq_len + 1) uint16.
 
     Ends early if the shards end before the plan. A batch takes all its tokens from one shard, and
     what is left at the shard's end is not used. A thread reads the next shard while this one is in
@@ -228,24 +227,10 @@ def batches(paths: list[Path], c, plan: Plan) -> Iterator[tuple[np.ndarray, list
             batch = list(islice(sequences, plan[step]))
             if len(batch) < plan[step]:
                 break  # and go on with the next shard
-            yield shard.tokens, batch
+            yield np.stack(batch)
             step += 1
         if step == len(plan):
             return
-
-
-def packed_batches(
-        paths: list[Path], c, plan: Plan, first_step: int = 0) -> Iterator[np.ndarray]:
-    """Every batch as an array: (sequences, seq_len + 1) uint16.
-
-    A run that goes on after some steps gives their number as `first_step`: the batches of these
-    steps are passed over, and nothing is copied for them. Raises BadInput, as read_shard does.
-    """
-    for tokens, batch in islice(batches(paths, c, plan), first_step, None):
-        sequences = np.empty((len(batch), c.seq_len + 1), dtype=np.uint16)
-        for sequence, pieces in zip(sequences, batch):
-            np.concatenate([tokens[piece] for piece in pieces], out=sequence)
-        yield sequences
 
 
 def validation_tokens(paths: list[Path], vocab_size: int, number: int) -> np.ndarray:
