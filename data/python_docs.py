@@ -7,7 +7,6 @@ import ast
 import os
 import re
 import sysconfig
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,14 +25,11 @@ def source_prose(source: str) -> str:
 
     Raises SyntaxError and ValueError.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about invalid escapes in the source
-        tree = ast.parse(source)
     found = []  # (line, text)
     for block in re.finditer(r"(?m)(?:^[ \t]*#.*\n)+", source):
         text = re.sub(r"(?m)^[ \t]*#+ ?", "", block[0])
         found.append((source.count("\n", 0, block.start()), text))
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)  # without its indentation
             if text:
