@@ -47,7 +47,7 @@ from tqdm import tqdm
 from data import BadInput, Parser, gpt2, require, texts
 from data.python_docs import python_documents
 from data.shards import SEPARATOR, write_shard
-from records.console import end_in_order, to_type
+from records.console import complain, end_in_order, to_type
 
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
 LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
@@ -179,7 +179,7 @@ def make_corpus(args: argparse.Namespace) -> tuple[Path, str]:
                           args.tokens == "bytes", ", ".join(args.inputs))
     num_read = counts["documents"] + counts["duplicates"]
     if (args.split or args.split_blank) and num_read <= len(files):
-        notes.append("nothing was cut: no text has what --split or --split_blank asks for")
+        complain("nothing was cut: no text has what --split or --split_blank asks for")
     (folder / "corpus.json").write_text(json.dumps(made_of | counts, indent=1) + "\n", "utf-8")
     plural = "s" * (counts["documents"] != 1)
     return folder, (

@@ -208,7 +208,7 @@ def test_markers_between_documents_that_are_read_as_text_are_said(tmp_path, caps
 @pytest.mark.parametrize("marker, is_said", [("<|endoftext|>", False), ("<|end|>", True)])
 def test_a_marker_that_no_text_has_is_said(tmp_path, capsys, marker, is_said):
     run_prepare(write(tmp_path / "a.txt", JOINED), f"--split={marker}")
-    assert ("nothing was cut" in capsys.readouterr().out) == is_said
+    assert ("nothing was cut" in capsys.readouterr().err) == is_said
 
 
 WIDE = "The cat, naïve as ever.\r\nAnd 東京.\n" * 99
