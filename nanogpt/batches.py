@@ -22,12 +22,6 @@ class Batch(NamedTuple):
     micro_batches: Sequence[slice]  # of this rank: which sequences each of them has
     group_size: int  # how many sequences of the whole batch make a group; the last may be smaller
 
-    def groups_of(self, micro_batch: slice) -> slice:
-        """The groups that a micro-batch is made of, or the one that it lies in."""
-        first = micro_batch.start // self.group_size
-        last = (micro_batch.stop - 1) // self.group_size
-        return slice(first, last + 1)
-
 
 def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Sequences (n, length + 1) -> inputs and targets, (n * length,) each."""

@@ -215,7 +215,8 @@ class Past:
         for part in batch.micro_batches:
             its_reading = reading.part(slice((part.start - first) * length,
                                              (part.stop - first) * length))
-            groups = batch.groups_of(part)
+            # the groups that it is made of, or the one that it lies in
+            groups = slice(part.start // batch.group_size, (part.stop - 1) // batch.group_size + 1)
             its_targets = Targets(
                 targets[part.start * length : part.stop * length], drawn.chosen[groups],
                 drawn.bias[groups], drawn.place_of_token[groups])
