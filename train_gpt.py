@@ -63,7 +63,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from data import shards
 from nanogpt import checkpoints, command_line, faults, gpu, kernels, masks, planning, ranks, warmup
 from nanogpt.batches import inputs_and_targets, rank_batches
-from nanogpt.candidates import Candidates, Targets, over_all_tokens
+from nanogpt.candidates import Candidates, Targets
 from nanogpt.command_line import RunConfig, key
 from nanogpt.gpu import NoTransfer, constant, to_device
 from nanogpt.kernels import E4M3, E5M2
@@ -1767,8 +1767,9 @@ def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
         name: bank.bfloat16() for name, bank in model.named_parameters()
         if bank.dtype == torch.float16}
     reading = model.past.read(inputs, training=False)
+    over_all_tokens = Targets(targets, *[targets.new_empty(0)] * 3)
     return torch.func.functional_call(
-        model, weights, (reading, over_all_tokens(targets), setting, False))
+        model, weights, (reading, over_all_tokens, setting, False))
 
 
 def validate(model: GPT, tokens: Tensor, step: int) -> float:

@@ -37,11 +37,6 @@ class Targets(NamedTuple):
     place_of_token: Tensor  # (groups, V), as in Drawn
 
 
-def over_all_tokens(next_tokens: Tensor) -> Targets:
-    """Next tokens (T,) for a loss over the whole vocabulary."""
-    return Targets(next_tokens, *[next_tokens.new_empty(0)] * 3)
-
-
 class Candidates:
     """Draws candidates, and counts how often each token was a target, the same on all ranks."""
 
