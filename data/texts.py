@@ -47,10 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def find_files(item: str) -> list[Path]:
     """The file that `item` names, or those of a folder and its subfolders that are not hidden,
     sorted. Links to folders are not followed, as they may form a circle. Raises BadInput if there
-    are none."""
+    are none, and for a folder of shards."""
     require(os.path.exists(item), f"{item}: no such file or folder; check the path")
     if not os.path.isdir(item):
         return [Path(item)]
+    require(not any(Path(item).glob("*_train_*.bin")),
+            f"{item}: a folder of shards; train on them with --data_dir={item}")
     found = [path for path in sorted(Path(item).rglob("*")) if path.is_file()
              and not any(part.startswith(".") for part in path.relative_to(item).parts)]
     require(found, f"{item}: no files in this folder; check it and its permissions")
