@@ -8,17 +8,19 @@ fail() { echo "run.sh: $*" >&2; exit 2; }
 
 # 1. What was asked for: texts, how to read them (for data/prepare.py), and keys of the trainer.
 here=$(CDPATH= cd -- "$(dirname "$(readlink -f -- "$0")")" && pwd)
-texts=() reading=() keys=()
+texts=() reading=() keys=() last=
 if [ "${1:-}" != test ]; then
   for word in "$@"; do
     case $word in
       --key=* | --split=* | --split_blank=* | --tokens=* | --bytes | --out=*) reading+=("$word") ;;
       -*) keys+=("$word") ;;
       *)
+        [ "$last" != --resume ] || fail "write --resume=$word"
         [ -e "$word" ] || fail "'$word': no such file or folder; options are written --name=value"
         case $word in /*) ;; *) word=$PWD/$word ;; esac
         texts+=("$word") ;;
     esac
+    last=$word
   done
 fi
 [ "$PWD" = "$here" ] || echo "run.sh: paths in what follows are relative to $here"

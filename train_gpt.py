@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: aims at 3.28 on FineWeb
     torchrun --standalone --nproc_per_node=2 train_gpt.py    # fewer GPUs: the same batches
-    python train_gpt.py --preset=laptop                      # two to four minutes on a CPU
+    python train_gpt.py --preset=laptop                      # one to four minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
 This file holds model, loss, optimizers and run. It reads from top to bottom: (1) configuration,
@@ -13,17 +13,18 @@ A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section
 without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 4;
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
 over the whole vocabulary; and there are no tables, so that `Tables` only adds up the gradients of
-the token embedding's rows. On the way through the model, a part that is off is None (rows, guesses
-and candidates: an empty tensor), or returns early.
+the token embedding's rows. On the way through the model, a part that is off is None (numbers of
+rows, guesses and candidates: an empty tensor), or returns early.
 
-The rest lives in folders: data/ makes and reads shards, records/ writes logs and judges them,
-nanogpt/ has kernels, compilation and low precision. Importing this file trains nothing and needs no
-GPU, so tests and notebooks can use its parts.
+The rest lives in folders: data/ makes and reads shards, records/ writes logs and judges them, and
+nanogpt/ has the tables, what follows from the text alone, kernels, compilation, low precision,
+saves and the command line. Importing this file trains nothing and needs no GPU, so tests and
+notebooks can use its parts.
 
 Shapes in comments: T tokens that are worked on at a time, mostly a micro-batch, its sequences end
 to end, D width of the model, H attention heads, d width of a head, F hidden width of the MLP, L
 layers, E of them with value embeddings, V size of the vocabulary, G lengths of n-grams, W width of
-their rows. A function whose docstring ends with "A collective." exchanges data with the other ranks
+their rows. A function whose docstring says "A collective." exchanges data with the other ranks
 (processes, one for each GPU): all must call it at the same point. "(record 28)" names a record of
 the speedrun, whose code is in github.com/KellerJordan/modded-nanogpt."""
 
@@ -81,8 +82,8 @@ from records import journal, report
 
 @dataclasses.dataclass
 class Config(RunConfig):
-    """What decides the result of a run. `RunConfig` (nanogpt/command_line.py) has the other keys,
-    such as where the log goes and when the run is saved."""
+    """What decides the result of a run, and where its data are. `RunConfig` has the other keys,
+    such as where the log goes and when the run is saved (nanogpt/command_line.py)."""
     preset: str = key(
         "", "a preset by its name; without one it is chosen by the machine, and with a data_dir "
         "also by the text")
@@ -135,7 +136,8 @@ class Config(RunConfig):
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(3800, "optimizer steps")
     minutes: float = key(
-        0.0, "training time that the number of steps is chosen for after the warm-up; 0: num_steps")
+        0.0, "training time that the number of steps is chosen for after the warm-up; 0: num_steps "
+        "(with --fit two minutes for short texts, if neither is given)")
     batch_tokens: int = key(
         262_144, "tokens of a full batch, over all GPUs; SCHEDULES gives each stage a part of it")
     seq_len: int = key(
@@ -292,11 +294,12 @@ PRESETS: dict[str, dict] = {
         schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
         target_loss=0.0),
     "speedrun": LONG_TEXTS | dict(
-        # The default, 3,800 steps, reads 585M tokens. Where record 92 is at 3.277 on FineWeb, it is
-        # at 3.124 on the longer stand-in corpus, so 3.28 there stands for 3.127 here. We are at
-        # 3.3602 after 191.5M tokens (five seeds, records/long_runs.md), and the loss falls by about
-        # 0.2105 when e times as many are read: 191.5M * e^((3.3602 - 3.127) / 0.2105) = 580M, and
-        # a little to be safe. A larger model needs fewer tokens, but more time (the same page).
+        # The default, 3,800 steps, reads 585M tokens. Record 92 reaches 3.277 on FineWeb and 3.124
+        # on the longer stand-in corpus, so 3.28 on FineWeb stands for 3.127 on the stand-in. There
+        # we are at 3.3602 after 191.5M tokens (five seeds, records/long_runs.md), and the loss
+        # falls by about 0.2105 when e times as many are read: 191.5M * e^((3.3602 - 3.127) /
+        # 0.2105) = 580M, and a little to be safe. A larger model needs fewer tokens, but more time
+        # (the same page).
         muon_lr=0.0235, muon_momentum=0.92, muon_decay=2.0, head_lr=0.0072, scalar_lr=0.035,
         ngram_rows=33_554_432, recall_rows=1_073_741_824,
         # Averages make up for learning rates that stay high to the end (record 92).
@@ -331,9 +334,9 @@ ABOUT = {
     "speedrun": "55M weights for each token and tables, for 585M tokens of FineWeb, on GPUs; aims "
                 "at a loss of 3.28",
     "onepass": "the same model with smaller tables, for 125M tokens that are read once, on GPUs",
-    "laptop": "a small model of bytes, two to four minutes on a CPU",
+    "laptop": "a small model of bytes, one to four minutes on a CPU",
     "char": "a larger model of bytes, for short texts on a GPU",
-    "small": "as large as char, with GPT-2's tokens, for texts of less than 60M tokens",
+    "small": "the layers of char with GPT-2's tokens, for texts of less than 60M tokens",
 }
 
 # A run that goes on from a save may have other values of these keys, and of those of RunConfig.
@@ -473,6 +476,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------
 # 4. Parameters and layers
+#
+# They get a Reading (nanogpt/past.py), which is what follows from the tokens alone: where documents
+# begin, hashes of n-grams, and guesses.
 
 # Learned factors of the parts of a layer, and their initial values. Those of the stream are
 # logarithms. With x the residual stream, a layer computes in effect (`amounts_of` says how)
@@ -530,7 +536,8 @@ class Param(NamedTuple):
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
     # (record 43).
     decay: float = 0.0
-    # Of the gradient's mean and of the mean square (Muon: of the update's). Tables have no mean.
+    # The factors by which the mean of the gradients and their mean square fade in a step (Muon: the
+    # mean square of the updates). Tables have no mean.
     betas: tuple[float, float] = (0.9, 0.99)
     # Which share of it a rank updates: "slice", "columns" of a table, or "all", for small ones,
     # which the model has in float32, too (section 8)
@@ -538,8 +545,8 @@ class Param(NamedTuple):
     matrix_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
 
 
-# The banks of which a step looks up rows, and under which name Reading.rows (nanogpt/past.py) has
-# the numbers of these rows. lm_head is the token embedding, too.
+# The banks of which a step looks up rows, and the key under which Reading.rows() (nanogpt/past.py)
+# has the numbers of these rows. lm_head is the token embedding, too.
 LOOKED_UP_AT = {"ngrams": "ngrams", "value_embeds": "tokens", "lm_head": "tokens"}
 
 
@@ -567,8 +574,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
-    kinds_of_match = c.induced + bool(c.recall_lengths)
-    sources = 4 + bool(c.ngram_rows) + kinds_of_match + bool(E)  # as `last_stream` lists them
+    num_kinds = c.induced + bool(c.recall_lengths)  # of matches
+    num_sources = 4 + bool(c.ngram_rows) + num_kinds + bool(E)  # as `last_stream` lists them
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -601,7 +608,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     table = dict(
         optimizer="rows", lr=c.table_lr, betas=(0, 0.95), decay=0.07 * c.table_lr, share="columns")
     has = dict(  # parameters of what can be switched off
-        value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars, length_vectors=kinds_of_match,
+        value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars, length_vectors=num_kinds,
         late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix)
     params = {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
@@ -625,15 +632,13 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "length_vectors": Param((c.longest_match + 1, D), init=zero, **scalar),
         # the small network of `late_mix`: 64 hidden units, an amount of each source
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
-        "late_out": Param((sources, 64), init=zero, **late),
+        "late_out": Param((num_sources, 64), init=zero, **late),
         # At first, 0.4 (0.1 of `late_mix` * 4) of the stream after two thirds of the layers is
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
-        "late_bias": Param((sources,), init=constants(0, 0, -4, *[0] * (sources - 3)), **late),
+        "late_bias": Param(
+            (num_sources,), init=constants(0, 0, -4, *[0] * (num_sources - 3)), **late),
     }
-    for name, is_there in has.items():
-        if not is_there:
-            del params[name]
-    return params
+    return {name: param for name, param in params.items() if has.get(name, True)}
 
 
 def norm(x: Tensor) -> Tensor:
@@ -710,7 +715,7 @@ def offset_keys(k: Tensor, context: LayerContext) -> Tensor:
     return mix_in_previous(k, is_own, context.begins)
 
 
-def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
+def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor | float],
               context: LayerContext, products: LayerProducts) -> Tensor:
     """x (T, D), from `input_of` -> the output of attention (T, D)."""
     T = len(x)
@@ -751,6 +756,7 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     if weights.amounts is not None:
         # Five of SCALARS: those of the stream are contained in these (`amounts_of`).
         amounts = dict(zip(SCALARS, weights.amounts.unbind()))
+        # `o` and `down` multiply weights, and `v` the values of each token.
         amounts["v"] = for_each_token(amounts["v"], x)
     if weights.qkvo is not None:
         x = x + attention(input_of(x, context), weights, amounts, context, products)
@@ -759,9 +765,6 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     return x + products.up.mlp(
         input_of(x, context), weights.up, weights.down, amounts["down"], ACTIVATION, products.down)
 
-
-# A Reading (nanogpt/past.py) is what follows from the tokens alone: where documents begin, hashes
-# of n-grams, and guesses. Targets (nanogpt/candidates.py) are the next tokens and their candidates.
 
 # N-grams whose hashes have the same remainder by ngram_rows share a row of the table. So that they
 # do not read the same vector, each channel of the row is multiplied by a random sign. The signs are
@@ -925,9 +928,9 @@ class GPT(nn.Module):
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model has the matrices in its own dtype; the optimizer has their
     float32 originals, from which they are rounded. `functions` are those of EAGER (section 8),
-    compiled or not. With `as_graphs`, which is for compiled runs on a GPU, the reading of batches
-    and the updates run as CUDA graphs, and --attention=auto means FlexAttention. The passes run as
-    graphs if `train_step` is given a `call` that makes such graphs."""
+    compiled or not. With `as_graphs`, which is for compiled runs on a GPU, the reading of batches,
+    the passes of `train_step` and the updates run as CUDA graphs, and --attention=auto means
+    FlexAttention, if heads have 16 dimensions or more."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
                  functions: SimpleNamespace | None = None, as_graphs: bool = False):
@@ -954,6 +957,7 @@ class GPT(nn.Module):
         self.past = Past(c, self.bos, self.recall_table, self.candidates, as_graphs)
         self.precision = Precision(
             c, choose_recipes(c, device), dict(self.named_parameters()))
+        self.call = gpu.caller(as_graphs, self.parameters())  # how `train_step` calls a pass
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
         wide = torch.promote_types(torch.float32, dtype)
@@ -1067,8 +1071,8 @@ class GPT(nn.Module):
         target_tokens = targets.next_tokens[None]  # (1, T)
         second_weight = None
         if training and setting.second_weight:
-            # A sequence does not hold the second target of its last token. The sequence's first
-            # target stands for it, because that is a candidate.
+            # A sequence does not hold the second target of its last token. The first target of the
+            # sequence stands in for it: any candidate would do.
             sequences = targets.next_tokens.view(-1, self.config.seq_len)
             target_tokens = torch.stack((sequences, sequences.roll(-1, 1))).flatten(1)  # (2, T)
             second_weight = constant(self.device, setting.second_weight)
@@ -1250,7 +1254,7 @@ POLAR_EXPRESS = (  # a, b, c of each iteration, chosen so that five are enough (
 def orthogonalize(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient (n, rows, columns) -> nearly U V^T of each matrix U S V^T, in `dtype`. Each
     iteration is an odd polynomial a X + b X^3 + c X^5. All of them together bring singular values
-    of 0.001 to 1 between 0.85 and 1.15 (Muon, Jordan 2024; record 38)."""
+    of 0.001 to 1 times the matrix's norm between 0.85 and 1.15 (Muon, Jordan 2024; record 38)."""
     X = gradient.to(dtype)
     tall = X.size(-2) > X.size(-1)
     if tall:
@@ -1522,12 +1526,12 @@ class Optimizer:
         all_rates = to_device([*rates.values()], self.device)
         self.tables.update(rates, self.hooks.unscale)
         transfers = {}
-        for group in self.updated_together:
-            if head_waits and group == ("lm_head",):
+        for names in self.updated_together:
+            if head_waits and names == ("lm_head",):
                 continue
-            gradients = [self.hooks.unscale(self.slices.finished_sum(name)) for name in group]
-            self.call(group, partial(self.update, group), (all_rates, *gradients))
-            for name in group:
+            gradients = [self.hooks.unscale(self.slices.finished_sum(name)) for name in names]
+            self.call(names, partial(self.update, names), (all_rates, *gradients))
+            for name in names:
                 transfers[name] = self.hand_out(name)
 
         # 3. Wait for the tables, and until all other new weights have arrived.
@@ -1642,7 +1646,7 @@ def lr_factor_at(step: int, c: Config) -> float:
 def setting_of(step: int, c: Config) -> Setting:
     """The Setting of a step. All layers have the same rotary embedding.
 
-    Where the long window of a stage is larger than that of the one before it, frequencies and
+    Where the long window of a stage is another than that of the one before it, frequencies and
     scores follow by YaRN (Bowen Peng et al. 2023; record 31)."""
     now = stage_of(step, c)
 
@@ -1652,8 +1656,8 @@ def setting_of(step: int, c: Config) -> Setting:
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 12.8 / c.head_dim
 
-    # 2. Each time that the long window has grown since. (A stage without steps, as the last one of
-    # speedrun, sees farther, but rescales nothing.)
+    # 2. Each time that the long window has changed since. (A stage without steps, as the last one
+    # of speedrun, sees farther, but rescales nothing.)
     long_windows = [stage.long_window for first, _, stage in stages(c) if first <= step]
     for old, new in pairwise(long_windows):
         frequencies = [rescaled(frequency, old, new) for frequency in frequencies]
@@ -1718,10 +1722,10 @@ def forward_backward(model: GPT, setting: Setting,
 
 
 def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int,
-               call: Callable = gpu.call_directly, requests: ranks.Requests | None = None,
+               requests: ranks.Requests | None = None,
                prepare_next: Callable = lambda: None) -> Tensor:
-    """One update. `call` runs a function of tensors, directly or as a CUDA graph. `prepare_next`
-    prepares the next batch; it is called as soon as the first pass has been given to the GPU.
+    """One update. `prepare_next` prepares the next batch; it is called as soon as the first pass
+    has been given to the GPU.
 
     Returns the message of the step, a vector on the device that is summed over the ranks: the mean
     loss, and what the ranks ask of each other (`Requests`). A collective."""
@@ -1738,9 +1742,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     work = partial(forward_backward, model, setting)
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch.micro_batches):
-        loss, row_gradients = call(setting, work, (*targets, *reading))
+        loss, row_gradients = model.call(setting, work, (*targets, *reading))
         if i == 0:  # beside the first pass: what depends on the text alone
-            model.past.remember(batch, read_once=c.epochs == 1)
+            model.past.remember(batch)
             prepare_next()
         if i == len(batch.micro_batches) - 1:
             optimizer.start_sums()
@@ -1834,7 +1838,7 @@ class Run:
         self.batches = shards.ahead(rank_batches(arrays, c, self.device))
         self.batch: PreparedBatch | None = None  # of the next step
 
-    def train(self, call: Callable) -> None:
+    def train(self) -> None:
         """All steps, and the averages of the last weights, if any. The clock stands still during
         validation, which trains no weight and reads no training data. A collective."""
         c = self.config
@@ -1848,7 +1852,7 @@ class Run:
                 self.clock.stop()
                 self.validate()
                 self.clock.start()
-            self.make_step(call)
+            self.make_step()
         self.optimizer.go_half_way_to_averages()
         self.optimizer.tables.complete()  # on the clock, as this exchange is part of training
         self.clock.stop()
@@ -1859,16 +1863,16 @@ class Run:
         if step < self.config.num_steps:
             self.batch = self.model.past.prepare(next(self.batches), step)
 
-    def make_step(self, call: Callable) -> None:
+    def make_step(self) -> None:
         """One step of training. A collective."""
         seed_rounding(self.config.seed, self.step, self.device)
         if self.batch is None:  # the first one; later ones are prepared during the step before
             self.prepare(self.step)
         message = train_step(
-            self.model, self.optimizer, self.batch, self.step, call, self.requests,
+            self.model, self.optimizer, self.batch, self.step, self.requests,
             partial(self.prepare, self.step + 1))
         self.log.put(self.step + 1, message, self.clock.now())
-        # This reads the messages of all earlier steps. The CPU waits until these are over; the GPU
+        # self.step still counts the earlier steps only. The CPU waits until these are over; the GPU
         # has this step to do meanwhile.
         self.read_messages()
         self.step += 1
@@ -1881,8 +1885,9 @@ class Run:
             faults.check_loss("training", loss, step, self.get_state)
 
     def save_or_stop(self) -> None:
-        """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
-        A signal may take effect a few steps late (`Requests`). A collective."""
+        """With --save_every, saves the run if a save is due. If a signal has come, saves it, too,
+        and ends it. All ranks do so after the same step, so a signal may take effect a few steps
+        late (`Requests`). A collective."""
         # No stop before the first step, as there would be nothing to keep.
         self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due())
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
@@ -1915,7 +1920,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     gets what is to be done at the end, also after an error. A collective."""
     script = sys.modules[__name__]  # for modules that use its parts
 
-    # 1. Check what can be checked before anything is written or compiled.
+    # 1. Check what can be checked before the log begins and anything is compiled.
     files = journal.project_files(__file__)
     kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
     device = ranks.start_process(kind, LOCAL_GPU, c.join_timeout)
@@ -1956,11 +1961,10 @@ def train(c: Config, at_end: ExitStack) -> int:
     model = GPT(c, device, ranks.rank_and_world_size()[1], functions, as_graphs)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
-    call = gpu.caller(as_graphs, model.parameters())
     warm_up = warmup.WarmUp(model, optimizer, script)
-    warm_up.run(call)
+    warm_up.run()
     if chooses_steps(c):
-        c, seconds = warm_up.choose_steps(call, run_files.train_paths)
+        c, seconds = warm_up.choose_steps(run_files.train_paths)
         begin(c, c.num_steps * seconds)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
@@ -1976,7 +1980,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.say(f"ready after {startup_s:.1f} s")
     STOP.end_after_a_step()  # by a signal, when all ranks can end together
-    run.train(call)
+    run.train()
 
     # 5. Say what came of it.
     return report.end(run, script, startup_s)

@@ -7,15 +7,18 @@
 
 INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a text          one document, or with --split or --split_blank several
-    JSON lines      an object on each line, with a text, as above, under --key. A file whose first
-                    line is such an object counts as JSON lines, whatever it is called
-    a folder        all files in it and in its subfolders, without hidden ones, linked folders, and
-                    files that are no text
+    JSON lines      an object on each line, with a text, as above, under --key. A file is taken for
+                    JSON lines if its first line is an object, or if it ends in .jsonl, .ndjson,
+                    .jsonlines or .json
+    a folder        all files in it and in its subfolders, without hidden ones and linked folders.
+                    Tables (.csv), .json that is no JSON lines, and what is no text in UTF-8 or
+                    UTF-16 are left out, and a note says how many they are
 
 The shards are OUT/NAME_val_000000.bin and OUT/NAME_train_000001.bin (shards.py says what a shard
 is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so on if
-that is made of something else. OUT/corpus.json says what the shards were made of; the same command
-finds it the next time, and has nothing to do. Tokens are GPT-2's, or one for each byte.
+that is made of something else. OUT/corpus.json has the files and options of the command; the same
+command finds it the next time, and has nothing to do, unless a file has changed. Tokens are
+GPT-2's, or one for each byte.
 
 Blank documents are dropped, and so are those whose text an earlier one has. The others are shuffled
 and divided: 5% of the tokens, but 129 to 10.5M, are for validation (`split_documents`). Memory
@@ -47,7 +50,7 @@ from tqdm import tqdm
 from data import BadInput, Parser, gpt2, require, texts
 from data.python_docs import python_documents
 from data.shards import SEPARATOR, write_shard
-from records.console import complain, end_in_order, to_type
+from records.console import end_in_order, to_type
 
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
 LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
@@ -177,9 +180,6 @@ def make_corpus(args: argparse.Namespace) -> tuple[Path, str]:
     documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args)
     counts = write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
                           args.tokens == "bytes", ", ".join(args.inputs))
-    num_read = counts["documents"] + counts["duplicates"]
-    if (args.split or args.split_blank) and num_read <= len(files):
-        complain("nothing was cut: no text has what --split or --split_blank asks for")
     (folder / "corpus.json").write_text(json.dumps(made_of | counts, indent=1) + "\n", "utf-8")
     plural = "s" * (counts["documents"] != 1)
     return folder, (
@@ -193,7 +193,8 @@ def make_corpus(args: argparse.Namespace) -> tuple[Path, str]:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help="text, JSON lines, or a folder of them")
     add("--python-docs", action="store_true",

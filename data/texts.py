@@ -77,12 +77,15 @@ def read_all(inputs: list[str], options: argparse.Namespace) -> Iterator[str]:
 
 
 def read_folder(folder: str, files: list[Path], options: argparse.Namespace) -> Iterator[str]:
-    """Yields the documents of the files of a folder. Those that are no text are left out."""
+    """Yields the documents of the files of a folder. Those that are no text are left out, but
+    for JSON lines with a mistake."""
     left_out = []
     for path in files:
         try:
             documents = list(read_documents(path, options))
         except BadInput as error:
+            if path.suffix.lower() in JSON_LINES - {".json"}:
+                raise
             left_out.append(error)
         else:
             yield from documents

@@ -5,7 +5,7 @@ right on average. The gradient divides one such sum by another, and such a quoti
 on average, less so with more candidates. This is a sampled softmax (Bengio and Senecal 2008).
 
 Every rank draws those of all groups, by the seed and the step. So the candidates are the same on
-any number of GPUs, and the ranks need not tell each other what they have counted.
+any number of GPUs of one kind, and the ranks need not tell each other what they have counted.
 
 A small group has fewer targets among its candidates, so more candidates are drawn at random; and
 with small groups they are drawn anew more often. Of the sizes that were tried, 8,192 candidates for

@@ -8,8 +8,9 @@ Weights (--save_checkpoint) are each bank of train_gpt.parameter_table, without 
 table of recalled tokens (nanogpt/past.py). The header has, each as JSON, `config`, `step`,
 `val_loss`, `run_id`, `code_sha256` (of its train_gpt.py) and `data` (fingerprints of the shards).
 
-A save, logs/RUN_ID.saved, is replaced by the next one (--save_every, or a signal). It has what
-`tensors_of` names, whole, so a run may go on with another number of ranks.
+A save, logs/RUN_ID.saved, is made if --save_every says so: every so many minutes, and at a signal.
+The next one replaces it. It has what `tensors_of` names, whole, so a run may go on with another
+number of ranks.
 """
 import dataclasses
 import json
@@ -71,7 +72,7 @@ def open_file(path: str | Path, kind: str):
         raise BadInput(f"{path} is missing, cut off, or no file of this program ({error}); {remedy}"
                        ) from None
     header = file.metadata() or {}
-    require(mark in header, f"{path} holds no {kind}; {remedy}")
+    require({mark, "config"} <= header.keys(), f"{path} holds no {kind} of this program; {remedy}")
     return file, {name: json.loads(text) for name, text in header.items() if name != "format"}
 
 

@@ -36,7 +36,8 @@ class RunConfig:
     and chance do, so a run that goes on from a save may have others. Wrong ones raise BadInput."""
     device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     attention: str = key(
-        "auto", "sdpa, or auto: FlexAttention in compiled runs on a GPU, else sdpa",
+        "auto", "sdpa, or auto: FlexAttention in compiled runs on a GPU with a head_dim of 16 or "
+        "more, else sdpa",
         choices=("auto", "sdpa"))
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
     join_timeout: float = key(10.0, "minutes that a process waits for the others at the start")

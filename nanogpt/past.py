@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 
 
 class UsedRows(NamedTuple):
-    """The rows that a step looks up at one list of Reading.rows."""
+    """The rows that a step looks up, of one key of Reading.rows()."""
     of_this_rank: Tensor  # those that this rank looks up, ascending
     of_all: Tensor  # (n,) those of any rank, ascending
     of_ranks: Tensor  # those of each rank, one rank after the other
@@ -73,12 +73,12 @@ class PreparedBatch(NamedTuple):
     lost: Tensor  # (), as in Drawn
     hashes: Tensor  # (longest_match - 1, T), as in a Reading
     next_tokens: Tensor  # (T,)
-    rows: tuple[Tensor, ...]  # for each list of Reading.rows: what `distinct_rows` returns
-    ends: Tensor  # (lists of Reading.rows, ranks + 1), where they end; on the CPU
+    rows: tuple[Tensor, ...]  # for each key of Reading.rows(): the lists of `distinct_rows`
+    ends: Tensor  # (keys of Reading.rows(), ranks + 1), where each list ends; on the CPU
     is_there: object  # the event after which the CPU may read `ends`
 
     def used_rows(self) -> dict[str, UsedRows]:
-        """The rows that the step uses, at each list of Reading.rows. The CPU waits until they are
+        """The rows that the step uses, by the keys of Reading.rows(). The CPU waits until they are
         counted."""
         self.is_there.synchronize()
         rank, _ = rank_and_world_size()
@@ -118,7 +118,7 @@ class Past:
         self.spellings = torch.from_numpy(spellings.of_vocabulary(c.vocab_size)).to(device)
         self.recall_table = recall_table
         self.candidates = candidates
-        self.config = c  # as it was before --minutes chose num_steps, epochs, val_interval
+        self.config = c
         self.device = device
         self.side_stream = SideStream(device)
         self.read_calls = [caller(as_graphs), caller(as_graphs)]
@@ -179,10 +179,11 @@ class Past:
         cut alike, so they share a graph.)
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
-        holds that until batch n + 1 is made, and two callers take turns: a CUDA graph overwrites
-        what it has returned before. Batch n + 1 may get the memory of batch n - 1: by `meet` of
-        step n this stream waits until step n - 1 is over. Raises RuntimeError without that, and
-        without `remember`, as batch n + 1 would not find what came next in batch n."""
+        holds batch n until the next one is made, and two callers take turns, as a CUDA graph
+        overwrites what it has returned before. But it may get the memory of batch n - 1, as by
+        `meet` of step n this stream has waited until step n - 1 is over. Raises RuntimeError
+        without that, and without `remember`, as batch n + 1 would not find what came next in batch
+        n."""
         if not (self.has_met and self.has_remembered):
             raise RuntimeError("`meet` must come before each batch, and `remember` between two")
         self.has_met = self.has_remembered = False
@@ -233,7 +234,7 @@ class Past:
         return PreparedBatch(micro_batches, drawn.counts, drawn.lost, hashes, targets, rows,
                              torch.stack(ends), NoTransfer())
 
-    def remember(self, batch: PreparedBatch, read_once: bool) -> None:
+    def remember(self, batch: PreparedBatch) -> None:
         """Takes in the whole batch of a step, on all ranks the same: counts how often each token
         was a target, and writes to the recall table which token came next after which. But a text
         that is read more than once is not written there, as it would be known by heart. A
@@ -241,7 +242,7 @@ class Past:
         self.has_remembered = True
         with self.side_stream.on():
             self.candidates.remember(batch.counts, batch.lost)
-            if read_once and self.config.recall_lengths:
+            if self.config.epochs == 1 and self.config.recall_lengths:
                 write_recall(self.recall_table, batch.hashes, batch.next_tokens,
                              self.config.recall_lengths)
 
@@ -261,14 +262,15 @@ def distinct_rows(lookups_of_ranks: Tensor) -> tuple[Tensor, Tensor]:
     is_new = F.pad(keys[1:] != keys[:-1], (1, 0), value=True)
     count = is_new.cumsum(0)  # of different rows up to here
     rows = torch.zeros_like(keys).scatter(0, count - 1, keys & 0xFFFF_FFFF)
+    # The list of all ranks was made of ranks * lookups rows, and each of the others of `lookups`.
     return rows, count[ranks * lookups - 1 :: lookups]
 
 
-def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
-    """tokens and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last 2,
-    of its last 3, ... `longest` tokens. Those before the document or sequence count as 0."""
-    earlier = tokens
-    hashed = tokens
+def ngram_hashes(words: Tensor, begins: Tensor, longest: int) -> Tensor:
+    """Spellings and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last
+    2, of its last 3, ... `longest` words. Those before the document or sequence count as 0."""
+    earlier = words
+    hashed = words
     hashes = []
     for _ in range(longest - 1):
         earlier = torch.where(begins, 0, earlier.roll(1))  # one token further back

@@ -1,4 +1,4 @@
-"""Before anything is compiled: the configuration of a run, what the run reads, and where it writes.
+"""Before a run: its configuration, what it reads, and where it writes.
 
 `script` is the module train_gpt, and `c` its Config. A plan of batches is the number of sequences
 of each step's batch; it follows from the configuration by rules that stand in train_gpt.py.

@@ -46,7 +46,7 @@ class Table(NamedTuple):
     bank: Tensor  # (R, width); this rank's columns are up to date
     # (R,), float32 or wider, of each row's gradients; 0 before the first. The same on all ranks.
     mean_square: Tensor
-    looked_up_at: str  # the list of Reading.rows that names the rows: "tokens" or "ngrams"
+    looked_up_at: str  # the key of Reading.rows() that has the rows: "tokens" or "ngrams"
 
 
 ROWS_AT_A_TIME = 2**20  # of a table, while all of it is brought up to date
@@ -85,7 +85,7 @@ class Tables:
         self.arriving = {}
         # For each table: sums over all ranks, (1, n, own_width), of n rows that any rank looks up.
         self.global_sums = {}
-        # For each list of Reading.rows: which of these n rows each arriving one is, (rows,).
+        # For each key of Reading.rows(): which of these n rows each arriving one is, (rows,).
         self.places_of_ranks = {}
 
     def take_turn(self, method: str, after: str) -> None:
@@ -353,7 +353,7 @@ if triton is not None:
 
 def sum_rows(total: Tensor, places: Tensor, gradient: Tensor) -> None:
     """Adds line k of the gradient (lookups, width) to line places[k] of the total (ranks, n,
-    own_width), for each lookup, in place. The columns are dealt out over the ranks."""
+    own_width), for each lookup, in place. Each rank has a range of the columns."""
     ranks, n, own_width = total.shape
     width = gradient.size(1)
     if total.is_cuda:

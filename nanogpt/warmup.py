@@ -34,8 +34,8 @@ class WarmUp:
         self.tokens = np.random.default_rng(0).integers(model.bos, size=length, dtype=np.uint16)
         self.tokens[::600] = model.bos
 
-    def run(self, call: Callable) -> None:
-        """`call` is gpu.CudaGraphs, or what stands for it. A collective."""
+    def run(self) -> None:
+        """A collective."""
         if self.config.compile and rank_and_world_size()[1] > 1:
             self.compile_share()
         # fp16 may skip the updates of the steps below. So they are compiled and captured here.
@@ -49,13 +49,13 @@ class WarmUp:
             for _ in range(2):
                 some = self.read(self.batch(step))
                 some = some._replace(micro_batches=some.micro_batches[:2])
-                self.script.train_step(self.model, self.optimizer, some, step, call)
+                self.script.train_step(self.model, self.optimizer, some, step)
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)
         self.optimizer.tables.complete()
         self.validate(self.config.num_steps)
 
-    def seconds_per_step(self, call: Callable) -> float:
+    def seconds_per_step(self) -> float:
         """How long a step takes on average over the schedule, to be called after `run`. Of each
         stage two steps are timed twice and the shorter time counts, as something else may hold up
         the machine for a moment. A collective."""
@@ -71,24 +71,25 @@ class WarmUp:
                 clock.start()
                 for _ in range(2):
                     self.script.train_step(
-                        self.model, self.optimizer, self.model.past.kept, step, call,
+                        self.model, self.optimizer, self.model.past.kept, step,
                         prepare_next=prepare_next)
                 clock.stop()
                 times.append(clock.total / 2)
             average += min(times) * num_steps / self.config.num_steps
         return max(all_ranks(average))
 
-    def choose_steps(self, call: Callable, train_paths: list[Path]) -> tuple:
+    def choose_steps(self, train_paths: list[Path]) -> tuple:
         """Under --minutes, after `run`: the configuration with as many steps as there is time for,
         and how many seconds a step takes. The model gets it, too. A collective."""
-        seconds = self.seconds_per_step(call)
+        seconds = self.seconds_per_step()
         script = self.script
         c = fit_to_minutes(
             self.config, script.SCHEDULES[self.config.schedule], train_paths, seconds)
         on_all_ranks(check_tokens, c, script.batch_plan(c), train_paths)
-        self.model.config = c
+        self.model.config = self.model.past.config = c
+        self.model.trained_steps = c.num_steps
         # With fewer steps stages may vanish, and rotary tables depend on all windows before.
-        WarmUp(self.model, self.optimizer, script).run(call)
+        WarmUp(self.model, self.optimizer, script).run()
         return c, seconds
 
     def compile_share(self) -> None:
@@ -116,7 +117,7 @@ class WarmUp:
 
     def forward_backward(self, step: int) -> None:
         batch = self.read(self.batch(step), call_directly)
-        self.model.past.remember(batch, True)
+        self.model.past.remember(batch)
         self.model.past.join()
         reading, targets = batch.micro_batches[0]
         setting = self.script.setting_of(step, self.config)
@@ -132,7 +133,7 @@ class WarmUp:
     def update(self, call: Callable = call_directly) -> None:
         optimizer = self.optimizer
         rates = to_device([*optimizer.rates(0.0).values()], self.model.device)
-        for group in optimizer.updated_together:
-            zeros = [torch.zeros_like(optimizer.parts[name]) for name in group]
+        for names in optimizer.updated_together:
+            zeros = [torch.zeros_like(optimizer.parts[name]) for name in names]
             gradients = map(optimizer.hooks.unscale, zeros)  # in the dtype that a step has
-            call(group, partial(optimizer.update, group), (rates, *gradients))
+            call(names, partial(optimizer.update, names), (rates, *gradients))

@@ -118,17 +118,17 @@ class Log:
             bits = f" bits_per_byte:{loss / math.log(2):.4f}" if self.unit == "byte" else ""
             self.show(text.replace("nanms", "-") + bits)  # no average before the first step
 
-    def put(self, step: int, loss: Tensor, seconds: float) -> None:
-        """Takes the training loss of a step, which the device may still have to compute. Nothing
-        waits for it, because the GPU would then stand still while the CPU prepares the next step.
-        loss: (1 + n,), the mean loss and n other numbers, which `arrived` hands back."""
+    def put(self, step: int, message: Tensor, seconds: float) -> None:
+        """Takes the message of a step, which the device may still have to compute. Nothing waits
+        for it, because the GPU would then stand still while the CPU prepares the next step.
+        message: (1 + n,), the mean loss and n other numbers, which `arrived` hands back."""
         # PyTorch makes the copy in pinned memory, into which the GPU can write by itself.
-        copy = loss.to("cpu", non_blocking=loss.is_cuda)
-        self.pending.append((step, seconds, copy, mark(loss.device)))
+        copy = message.to("cpu", non_blocking=message.is_cuda)
+        self.pending.append((step, seconds, copy, mark(message.device)))
 
     def arrived(self, last_step: int) -> list[tuple[int, float, list[float]]]:
-        """Waits for the losses of the steps up to this one, and writes their lines. Returns of each
-        the step, the loss and the numbers that were with it."""
+        """Waits for the messages of the steps up to this one, and writes the lines of their losses.
+        Returns of each the step, the loss and the numbers that were with it."""
         arrived = []
         while self.pending and self.pending[0][0] <= last_step:
             step, seconds, values, event = self.pending.pop(0)

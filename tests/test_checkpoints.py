@@ -41,10 +41,10 @@ def run(argv, stop_after=None):
         patch.setattr(t, "STOP", process.Stop())
         inner = t.train_step
 
-        def train_step(model, optimizer, batch, step, call, requests=None, *rest, **named):
+        def train_step(model, optimizer, batch, step, requests=None, *rest, **named):
             if requests and step + 1 == stop_after:  # the warm-up has no requests
                 t.STOP.signal = "SIGINT"
-            return inner(model, optimizer, batch, step, call, requests, *rest, **named)
+            return inner(model, optimizer, batch, step, requests, *rest, **named)
 
         patch.setattr(t, "train_step", train_step)
         return t.main([str(word) for word in argv])
@@ -235,10 +235,10 @@ def killed(corpus, tmp_path_factory):
                    head_every_second=True, average_frac=1.0, save_every=1e-6)
     driver = write_driver(tmp_path_factory.mktemp("drivers") / "driver.py", """
 step = t.train_step
-def step_or_die(model, optimizer, batch, number, call, requests=None, *rest, **named):
+def step_or_die(model, optimizer, batch, number, requests=None, *rest, **named):
     if requests and number == 5:  # the warm-up has no requests
         os._exit(9)
-    return step(model, optimizer, batch, number, call, requests, *rest, **named)
+    return step(model, optimizer, batch, number, requests, *rest, **named)
 t.train_step = step_or_die""")
 
     @functools.cache
@@ -476,9 +476,9 @@ def test_a_file_that_is_no_checkpoint_or_fits_no_model_says_what_it_is(stopped, 
     for name, config in configs.items():
         checkpoints.write(tmp_path / name, WEIGHTS, GOOD | {"config": config | {"num_layers": 4}})
     other = "{} is missing, cut off, or no file of this program"
-    cases = [(path, size - 1, other), (path, 0, other), (tmp_path, None, "{} is a folder; name a file"), (foreign, None, "{} holds no weights; name a file"),
+    cases = [(path, size - 1, other), (path, 0, other), (tmp_path, None, "{} is a folder; name a file"), (foreign, None, "{} holds no weights of this program; name a file"),
              (tmp_path / "old.pt", None, other), (tmp_path / "text.txt", None, other), (tmp_path / "nothing", None, other),
-             (save, None, "{} holds no weights; name a file"), (tmp_path / "schedule", None, "--schedule=long is none of"),
+             (save, None, "{} holds no weights of this program; name a file"), (tmp_path / "schedule", None, "--schedule=long is none of"),
              (tmp_path / "width", None, "--model_dim=-5 must be at least 1"), (tmp_path / "rows", None, "{} does not fit this code; use the code of its run")]
     for file, length, part in cases:
         if length is not None:

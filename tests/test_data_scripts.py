@@ -205,12 +205,6 @@ def test_markers_between_documents_that_are_read_as_text_are_said(tmp_path, caps
     assert capsys.readouterr().err.count("if it ends documents, give --split='<|endoftext|>'") == is_said, "once at most"
 
 
-@pytest.mark.parametrize("marker, is_said", [("<|endoftext|>", False), ("<|end|>", True)])
-def test_a_marker_that_no_text_has_is_said(tmp_path, capsys, marker, is_said):
-    run_prepare(write(tmp_path / "a.txt", JOINED), f"--split={marker}")
-    assert ("nothing was cut" in capsys.readouterr().err) == is_said
-
-
 WIDE = "The cat, naïve as ever.\r\nAnd 東京.\n" * 99
 ZEROS = bytes(range(256)) * 20
 BAD = [  # name, content, what the sentence says
@@ -257,6 +251,13 @@ def test_a_folder_is_searched_and_what_is_left_out_is_said(tmp_path, capsys):
     assert sorted(map(from_bytes, read_corpus(out))) == sorted(expected)
     said = capsys.readouterr().err
     assert f"left out 4 file(s) of {tmp_path / 'in'}, first {tmp_path / 'in' / 'bad.py'}: not text" in said
+
+
+def test_a_mistake_in_json_lines_of_a_folder_ends_it_as_good_lines_would_be_lost_too(tmp_path, capsys):
+    write(tmp_path / "in" / "a.txt", STORY)
+    write(tmp_path / "in" / "e.jsonl", LINES + '{"body": "fine"}\n')
+    message = refusal(capsys, run_prepare, tmp_path / "in")
+    assert "e.jsonl, line" in message and "name that of its text with --key" in message
 
 
 @pytest.mark.parametrize("name, content, part", [

@@ -82,7 +82,7 @@ REFUSED = [
             prepare=instead(FIRST, lambda path: write_shard(path, [50256, *[40_000] * 5999]))),
     Refused("log: a device", "nothing can be written to /dev/full ", {"log_dir": "/dev/full"}),
     Refused("save: none there", "nowhere is missing, .*; leave --resume out", {"resume": "nowhere"}),
-    Refused("save: weights alone", "old.pt holds no save; leave --resume out", {"resume": "old.pt"}),
+    Refused("save: weights alone", "old.pt holds no save of this program; leave --resume out", {"resume": "old.pt"}),
 ]
 
 
@@ -186,7 +186,7 @@ def last_line(place):
 def test_a_fault_during_the_run_is_one_sentence_and_what_was_good_is_kept(row, place, capfd, monkeypatch):
     train_step = t.train_step
 
-    def step_and_fault(model, optimizer, batch, step, call, requests=None, *rest):
+    def step_and_fault(model, optimizer, batch, step, requests=None, *rest):
         model.optimizer = optimizer
 
         def moment(when):
@@ -194,7 +194,7 @@ def test_a_fault_during_the_run_is_one_sentence_and_what_was_good_is_kept(row, p
                 row.act(place, model, monkeypatch)
 
         moment("before")
-        loss = train_step(model, optimizer, batch, step, call, requests, *rest)
+        loss = train_step(model, optimizer, batch, step, requests, *rest)
         moment("after")
         return loss
 

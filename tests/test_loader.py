@@ -164,7 +164,7 @@ def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_
         model.past.meet()
         [(reading, targets)] = model.past.prepare(Batch(text, [slice(0, 1)], 1)).micro_batches  # dropped when the next one is made
         places.append({tensor.data_ptr() for tensor in (*reading, *targets) if len(tensor)})
-        model.past.remember(model.past.kept, read_once=False)
+        model.past.remember(model.past.kept)
         del reading, targets
     assert places[0].isdisjoint(places[1])
 
@@ -180,7 +180,7 @@ def test_a_batch_is_prepared_after_meet_and_when_the_one_before_is_remembered_on
     past.meet()
     with refused():
         past.prepare(batch)
-    past.remember(first, read_once=True)
+    past.remember(first)
     past.prepare(batch)
 
 

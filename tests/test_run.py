@@ -116,9 +116,9 @@ def test_the_clock_stands_still_while_it_validates(corpus, tmp_path, monkeypatch
 def test_schedules_follow_the_steps_that_minutes_choose(corpus, tmp_path, monkeypatch, capsys):
     train_step, lengths, of_warm_up = t.train_step, [], []
 
-    def step(model, optimizer, batch, number, call, requests=None, *rest, **named):
+    def step(model, optimizer, batch, number, requests=None, *rest, **named):
         (lengths if requests else of_warm_up).append(model.config.num_steps)
-        return train_step(model, optimizer, batch, number, call, requests, *rest, **named)
+        return train_step(model, optimizer, batch, number, requests, *rest, **named)
 
     monkeypatch.setattr(t, "train_step", step)
     monkeypatch.setattr(warmup.WarmUp, "seconds_per_step", lambda *_: 30.0)
@@ -135,10 +135,10 @@ def test_a_stage_counts_by_its_steps_and_the_slowest_rank_when_minutes_choose_th
     model = t.GPT(t.Config(**TINY | dict(schedule="unequal", num_steps=4)), torch.device("cpu"))
     warm_up, now, prepare = warmup.WarmUp(model, t.Optimizer(model), t), [1.0], model.past.prepare
 
-    def train_step(model, optimizer, batch, step, call, prepare_next):
+    def train_step(model, optimizer, batch, step, prepare_next):
         now[0] += len(batch.next_tokens) / 256
         model.past.meet()
-        model.past.remember(batch, True)
+        model.past.remember(batch)
         prepare_next()
 
     monkeypatch.setattr("records.journal.time.perf_counter", lambda: now[0])
@@ -146,7 +146,7 @@ def test_a_stage_counts_by_its_steps_and_the_slowest_rank_when_minutes_choose_th
     monkeypatch.setattr(model.past, "prepare", lambda *args, **named: (
         now.__setitem__(0, now[0] + 1), prepare(*args, **named))[1])
     monkeypatch.setattr(warmup, "all_ranks", lambda seconds: [seconds, 2 * seconds])
-    assert warm_up.seconds_per_step(None) == pytest.approx(2 * (0.75 * (1 + 1) + 0.25 * (4 + 1)))
+    assert warm_up.seconds_per_step() == pytest.approx(2 * (0.75 * (1 + 1) + 0.25 * (4 + 1)))
 
 
 def test_seeds_steps_and_ranks_round_by_other_numbers_and_a_step_made_again_by_the_same(monkeypatch):
@@ -266,7 +266,7 @@ def test_what_is_looked_for_one_step_ahead_is_what_the_step_itself_would_find(co
     train_step, recalled = t.train_step, []
 
     def checked(model, optimizer, batch, step, *others):
-        if len(others) == 3:  # not while warming up
+        if len(others) == 2:  # not while warming up
             for reading, _ in batch.micro_batches:
                 found = model.past.read(reading.tokens, True)
                 assert all(map(torch.equal, reading, found))
@@ -425,7 +425,7 @@ def test_a_warm_up_leaves_no_trace(corpus, tmp_path, monkeypatch):
         return checkpoints.read(folder / "model.pt")[0]
 
     with_warm_up = weights("with")
-    monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self, call: None)
+    monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self: None)
     without = weights("without")
     assert all(torch.equal(weight, without[name]) for name, weight in with_warm_up.items())
 
@@ -476,7 +476,7 @@ def test_each_rank_compiles_its_share_of_the_graphs_first(monkeypatch):
 
 def test_what_is_compiled_while_the_clock_runs_is_a_defect(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", graph_at_first_call)
-    monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self, call: None)
+    monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self: None)
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=0, num_steps=2))
     log = read_log(only_log(tmp_path))
     assert "block" in [fact["what"] for fact in log.facts["defect"]]

@@ -20,16 +20,17 @@ class Products:
     """The products of a projection, here in the dtype of its operands. Other recipes override some
     of the methods. These objects are arguments of compiled functions.
 
-    `factor` is a learned number that multiplies the projection. Here it multiplies the weight,
-    which has fewer elements than the result."""
+    `factor` multiplies the projection: a learned number (), or 1.0 in a model without `scalars`.
+    Here it multiplies the weight, which has fewer elements than the result."""
 
-    def linear(self, x: Tensor, w: Tensor, factor: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, w: Tensor, factor: Tensor | float | None = None) -> Tensor:
         """x (T, K), w (N, K) -> factor x w^T (T, N)."""
         return F.linear(x, w if factor is None else factor * w)
 
-    def three_linears(self, x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-        """x (T, D), weights (3, H d, D), factor () or, for each token, (T, 1) -> queries, keys and
-        factor times values, (T, H d) each.
+    def three_linears(self, x: Tensor, weights: Tensor,
+                      factor: Tensor | float) -> tuple[Tensor, ...]:
+        """x (T, D), weights (3, H d, D), factor (T, 1), repeated for each token, or 1.0 -> queries,
+        keys and factor times values, (T, H d) each.
 
         The factor multiplies the values and not their weights: it grows with the number of steps,
         beyond 12 in a run of 2,180, and such weights would no longer fit constant FP8 scales."""
@@ -37,8 +38,8 @@ class Products:
         queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
         return queries, keys, factor * values
 
-    def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, activation: Callable,
-            down_products: "Products") -> Tensor:
+    def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor | float,
+            activation: Callable, down_products: "Products") -> Tensor:
         """x (T, D), up and down (D, F) -> factor activation(x up) down^T (T, D). This is called on
         the products of `up`. Those of `down` are given: they may have another recipe."""
         hidden = activation(self.linear(x, up.t()))  # (T, F)
