@@ -137,7 +137,7 @@ class Config(RunConfig):
     num_steps: int = key(3800, "optimizer steps")
     minutes: float = key(
         0.0, "training time that the number of steps is chosen for after the warm-up; 0: num_steps "
-        "(with --fit two minutes for short texts, if neither is given)")
+        "(with --fit two minutes, but for onepass, if neither is given)")
     batch_tokens: int = key(
         262_144, "tokens of a full batch, over all GPUs; SCHEDULES gives each stage a part of it")
     seq_len: int = key(
@@ -1885,9 +1885,9 @@ class Run:
             faults.check_loss("training", loss, step, self.get_state)
 
     def save_or_stop(self) -> None:
-        """With --save_every, saves the run if a save is due. If a signal has come, saves it, too,
-        and ends it. All ranks do so after the same step, so a signal may take effect a few steps
-        late (`Requests`). A collective."""
+        """Saves the run (with --save_every) if a save is due or a signal has come; a signal also
+        ends it. All ranks do so after the same step, so a signal may take effect a few steps late
+        (`Requests`). A collective."""
         # No stop before the first step, as there would be nothing to keep.
         self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due())
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold

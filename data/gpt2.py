@@ -26,7 +26,7 @@ def load():
     except Exception as error:  # the network, the cache folder, or a missing package
         raise BadInput(f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}); run "
                        "once with a network, or set TIKTOKEN_CACHE_DIR to a folder that has it; "
-                       "with --bytes a new text needs none") from error
+                       "data/prepare.py --bytes needs none") from error
 
 
 def bytes_of(text: str) -> np.ndarray:

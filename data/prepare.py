@@ -12,7 +12,8 @@ INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
                     .jsonlines or .json
     a folder        all files in it and in its subfolders, without hidden ones and linked folders.
                     Tables (.csv), .json that is no JSON lines, and what is no text in UTF-8 or
-                    UTF-16 are left out, and a note says how many they are
+                    UTF-16 are left out, and a note says how many they are; but not a .jsonl with
+                    a mistake
 
 The shards are OUT/NAME_val_000000.bin and OUT/NAME_train_000001.bin (shards.py says what a shard
 is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so on if

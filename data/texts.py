@@ -51,11 +51,12 @@ def find_files(item: str) -> list[Path]:
     require(os.path.exists(item), f"{item}: no such file or folder; check the path")
     if not os.path.isdir(item):
         return [Path(item)]
+    require(os.access(item, os.R_OK | os.X_OK), f"{item}: cannot be read; check its permissions")
     require(not any(Path(item).glob("*_train_*.bin")),
             f"{item}: a folder of shards; train on them with --data_dir={item}")
     found = [path for path in sorted(Path(item).rglob("*")) if path.is_file()
              and not any(part.startswith(".") for part in path.relative_to(item).parts)]
-    require(found, f"{item}: no files in this folder; check it and its permissions")
+    require(found, f"{item}: no files in this folder")
     return found
 
 
@@ -78,7 +79,7 @@ def read_all(inputs: list[str], options: argparse.Namespace) -> Iterator[str]:
 
 def read_folder(folder: str, files: list[Path], options: argparse.Namespace) -> Iterator[str]:
     """Yields the documents of the files of a folder. Those that are no text are left out, but
-    for JSON lines with a mistake."""
+    a .jsonl that cannot be read raises BadInput."""
     left_out = []
     for path in files:
         try:

@@ -223,7 +223,7 @@ class Past:
                 drawn.bias[groups], drawn.place_of_token[groups])
             micro_batches.append((copied(its_reading), copied(its_targets)))
 
-        # 3. The rows that each rank looks up, in the order of Reading.rows.
+        # 3. The rows that each rank looks up, in the order of Reading.rows().
         _, ranks = rank_and_world_size()
         of_ranks = [inputs.view(ranks, -1)]
         if self.config.ngram_rows:

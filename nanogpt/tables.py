@@ -76,7 +76,7 @@ class Tables:
     def reset(self) -> None:
         """Makes ready for the next step. A step that was begun but not finished is forgotten."""
         self.last_call = "finish"  # of the methods above
-        self.lookups = []  # of each micro-batch, its Reading.rows
+        self.lookups = []  # of each micro-batch, its Reading.rows()
         self.used = {}  # UsedRows for each list of these
         # Sums of gradients over this rank's lookups: (ranks, its rows, own_width) of each table,
         # and with the name lm_head (1, its rows, width) of the token embedding.
@@ -96,9 +96,9 @@ class Tables:
         self.last_call = method
 
     def begin(self, rows: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
-        """Takes the rows that each micro-batch of this rank looks up (Reading.rows), and those that
-        the whole step uses. Fetches the other ranks' columns of the rows that this rank looks up.
-        The pass that comes next on the main stream waits for that. A collective."""
+        """Takes the rows that each micro-batch of this rank looks up (Reading.rows()), and those
+        that the whole step uses. Fetches the other ranks' columns of the rows that this rank looks
+        up. The pass that comes next on the main stream waits for that. A collective."""
         self.take_turn("begin", after="finish")
         self.lookups = rows
         self.used = used

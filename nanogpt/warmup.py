@@ -87,7 +87,6 @@ class WarmUp:
             self.config, script.SCHEDULES[self.config.schedule], train_paths, seconds)
         on_all_ranks(check_tokens, c, script.batch_plan(c), train_paths)
         self.model.config = self.model.past.config = c
-        self.model.trained_steps = c.num_steps
         # With fewer steps stages may vanish, and rotary tables depend on all windows before.
         WarmUp(self.model, self.optimizer, script).run()
         return c, seconds

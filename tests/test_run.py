@@ -114,16 +114,18 @@ def test_the_clock_stands_still_while_it_validates(corpus, tmp_path, monkeypatch
 
 
 def test_schedules_follow_the_steps_that_minutes_choose(corpus, tmp_path, monkeypatch, capsys):
-    train_step, lengths, of_warm_up = t.train_step, [], []
+    train_step, lengths, of_warm_up, models = t.train_step, [], [], []
 
     def step(model, optimizer, batch, number, requests=None, *rest, **named):
         (lengths if requests else of_warm_up).append(model.config.num_steps)
+        models.append(model)
         return train_step(model, optimizer, batch, number, requests, *rest, **named)
 
     monkeypatch.setattr(t, "train_step", step)
     monkeypatch.setattr(warmup.WarmUp, "seconds_per_step", lambda *_: 30.0)
-    argv = arguments(data_dir=corpus, log_dir=tmp_path, minutes=4, epochs=100, cut_documents=True)
+    argv = arguments(data_dir=corpus, log_dir=tmp_path, minutes=4, epochs=100, cut_documents=True, recall_rows=1001)
     assert t.main([word for word in argv if not word.startswith("--num_steps")]) == 0
+    assert read_log(only_log(tmp_path)).config["epochs"] == 1 and models[-1].recall_table.any(), "a text that is read once is remembered"
     assert set(lengths) == {len(lengths)} == {8} == {read_log(only_log(tmp_path)).config["num_steps"]}
     assert of_warm_up[-1] == len(lengths), "with other stages other graphs may be needed"
     assert re.search(r"\nrun +8 steps, .*, about 4\.0 min\n", capsys.readouterr().out)
