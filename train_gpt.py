@@ -1834,8 +1834,8 @@ class Run:
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = ranks.Requests(self.device)
         self.get_state = partial(checkpoints.state_of, optimizer)
-        arrays = islice(shards.batches(run_files.train_paths, c, batch_plan(c)), self.step, None)
-        self.batches = shards.ahead(rank_batches(arrays, c, self.device))
+        batches = islice(shards.batches(run_files.train_paths, c, batch_plan(c)), self.step, None)
+        self.batches = shards.ahead(rank_batches(map(shards.packed, batches), c, self.device))
         self.batch: PreparedBatch | None = None  # of the next step
 
     def train(self) -> None:

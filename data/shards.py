@@ -184,10 +184,11 @@ def ahead(items: Iterator) -> Iterator:
 # In what follows `c` is train_gpt.Config, which says what its keys mean.
 
 Plan = Sequence[int]  # of each step: sequences in its batch
+Pieces = list[np.ndarray]  # a sequence, as views of its shard's tokens: seq_len + 1 in all
 
 
-def sequences_of(shard: Shard, c) -> Iterator[np.ndarray]:
-    """The sequences of a shard, (seq_len + 1,) each. A last one that is not full is not used.
+def sequences_of(shard: Shard, c) -> Iterator[Pieces]:
+    """The sequences of a shard. A last one that is not full is not used.
 
     With `cut_documents` their random order is the same at each reading and in each run, and each
     shares a token with the one behind it in the text: its last target is the first input there.
@@ -197,7 +198,7 @@ def sequences_of(shard: Shard, c) -> Iterator[np.ndarray]:
         begins = np.arange(0, len(shard.tokens) - c.seq_len, c.seq_len)
         np.random.default_rng(0).shuffle(begins)
         for begin in begins.tolist():
-            yield shard.tokens[begin : begin + length]
+            yield [shard.tokens[begin : begin + length]]
         return
     pieces = []
     room = length
@@ -206,13 +207,13 @@ def sequences_of(shard: Shard, c) -> Iterator[np.ndarray]:
         pieces.append(shard.tokens[begin : begin + count])
         room -= count
         if room == 0:
-            yield np.concatenate(pieces)
+            yield pieces
             pieces = []
             room = length
 
 
-def batches(paths: list[Path], c, plan: Plan) -> Iterator[np.ndarray]:
-    """A batch for every step of the plan: (sequences, seq_len + 1) uint16.
+def batches(paths: list[Path], c, plan: Plan) -> Iterator[list[Pieces]]:
+    """The sequences of a batch, for every step of the plan. Nothing is copied yet (`packed`).
 
     Ends early if the shards end before the plan. A batch takes all its tokens from one shard, and
     what is left at the shard's end is not used. A thread reads the next shard while this one is in
@@ -227,10 +228,15 @@ def batches(paths: list[Path], c, plan: Plan) -> Iterator[np.ndarray]:
             batch = list(islice(sequences, plan[step]))
             if len(batch) < plan[step]:
                 break  # and go on with the next shard
-            yield np.stack(batch)
+            yield batch
             step += 1
         if step == len(plan):
             return
+
+
+def packed(batch: list[Pieces]) -> np.ndarray:
+    """A batch as one array: (sequences, seq_len + 1) uint16."""
+    return np.stack([np.concatenate(pieces) for pieces in batch])
 
 
 def validation_tokens(paths: list[Path], vocab_size: int, number: int) -> np.ndarray:

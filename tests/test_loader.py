@@ -59,7 +59,7 @@ def sequences(batch, seq_len):
 
 def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
-    arrays = shards.batches(shards.find_shards(c, "train"), c, t.batch_plan(c))
+    arrays = map(shards.packed, shards.batches(shards.find_shards(c, "train"), c, t.batch_plan(c)))
     batches = shards.ahead(rank_batches(arrays, c, CPU))
     for batch in batches:
         tokens = batch.sequences.long()

@@ -72,7 +72,7 @@ def walk(contents, num_sequences, length, longest):
 def drain(paths, packing, num_sequences, steps=FOREVER):
     """All batches as lists, until the steps or the shards end."""
     found = []
-    for sequences in shards.batches(paths, packing, [num_sequences] * steps):
+    for sequences in map(shards.packed, shards.batches(paths, packing, [num_sequences] * steps)):
         assert sequences.dtype == np.uint16
         found.append(sequences.tolist())
     return found
