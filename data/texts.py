@@ -85,6 +85,7 @@ def read_folder(folder: str, files: list[Path], options: argparse.Namespace) -> 
         try:
             documents = list(read_documents(path, options))
         except BadInput as error:
+            # Its good lines would be lost, too. But many a .json is a file of settings.
             if path.suffix.lower() in JSON_LINES - {".json"}:
                 raise
             left_out.append(error)

@@ -216,8 +216,10 @@ class Past:
         for part in batch.micro_batches:
             its_reading = reading.part(slice((part.start - first) * length,
                                              (part.stop - first) * length))
-            # the groups that it is made of, or the one that it lies in
-            groups = slice(part.start // batch.group_size, (part.stop - 1) // batch.group_size + 1)
+            # The groups that it is made of, or the one that it lies in.
+            first_group = part.start // batch.group_size
+            last_group = (part.stop - 1) // batch.group_size
+            groups = slice(first_group, last_group + 1)
             its_targets = Targets(
                 targets[part.start * length : part.stop * length], drawn.chosen[groups],
                 drawn.bias[groups], drawn.place_of_token[groups])

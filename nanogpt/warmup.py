@@ -35,7 +35,7 @@ class WarmUp:
         self.tokens[::600] = model.bos
 
     def run(self) -> None:
-        """A collective."""
+        """Compiles and calls all that the run will need. A collective."""
         if self.config.compile and rank_and_world_size()[1] > 1:
             self.compile_share()
         # fp16 may skip the updates of the steps below. So they are compiled and captured here.
