@@ -136,8 +136,8 @@ class Config(RunConfig):
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(3800, "optimizer steps")
     minutes: float = key(
-        0.0, "training time that the number of steps is chosen for after the warm-up; 0: num_steps "
-        "(with --fit two minutes, but for onepass, if neither is given)")
+        0.0, "training time: after the warm-up, as many steps are chosen as it has room for; 0: "
+        "num_steps (if neither is given, --fit takes two minutes with laptop, char and small)")
     batch_tokens: int = key(
         262_144, "tokens of a full batch, over all GPUs; SCHEDULES gives each stage a part of it")
     seq_len: int = key(
@@ -563,10 +563,10 @@ def constants(*numbers: float) -> Callable[[Tensor], None]:
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """All parameters. The optimizer updates the tables first, then the matrices and the head in
-    this order, and last the small banks. While a GPU updates one of them, gradients of the next
-    ones and new weights travel. Another order may take more time, and draws other initial weights
-    from a seed. So a new parameter is best added at the end."""
+    """All parameters. The optimizer updates the tables first, then matrices and head in the order
+    of the table below, and last the small banks. While a GPU updates one of them, gradients of the
+    next ones and new weights travel. Another order may take more time, and draws other initial
+    weights from a seed. So a new parameter is best added at the end."""
     L = c.num_layers
     A = len(c.layers_with_attention)
     E = len(c.layers_with_values)
@@ -965,9 +965,8 @@ class GPT(nn.Module):
             rows = param.shape[0]
             if param.share == "slice":
                 rows = math.ceil(rows / world_size) * world_size
-            # The small ones stay wide. They are converted where they meet an activation, as in
-            # w_in.to(x.dtype). Only a single number need not be: it leaves the dtype of what it
-            # multiplies.
+            # The small ones stay wide, and are converted where they meet an activation, as in
+            # w_in.to(x.dtype). A single number need not be: the product has the other's dtype.
             bank_dtype = wide if param.share == "all" else dtype
             if param.optimizer == "rows":
                 bank_dtype = bf16_for_fp16(dtype)  # as they have no float32 originals
@@ -1018,7 +1017,7 @@ class GPT(nn.Module):
             made_masks = masks.sdpa_masks(documents, setting.windows)
         long_mask, short_mask = made_masks
         see_far = (c.num_layers - 1) // 2, c.num_layers - 1  # the layers that have the long window
-        dtype = self.lm_head.dtype  # bf16 while `loss_without_gradient` replaces weights in fp16
+        dtype = self.lm_head.dtype  # with fp16, bf16 in validation (`loss_without_gradient`)
         cos, sin = rotary_table(
             len(begins), setting.frequencies, c.head_dim, dtype, self.device)
         score_scale = constant(self.device, setting.score_scale)
@@ -1071,8 +1070,8 @@ class GPT(nn.Module):
         target_tokens = targets.next_tokens[None]  # (1, T)
         second_weight = None
         if training and setting.second_weight:
-            # A sequence does not hold the second target of its last token. The first target of the
-            # sequence stands in for it: any candidate would do.
+            # The second target of a sequence's last token lies outside of the sequence. The
+            # sequence's first target takes its place: any candidate would do.
             sequences = targets.next_tokens.view(-1, self.config.seq_len)
             target_tokens = torch.stack((sequences, sequences.roll(-1, 1))).flatten(1)  # (2, T)
             second_weight = constant(self.device, setting.second_weight)
@@ -1217,7 +1216,7 @@ class FP8HeadLoss(torch.autograd.Function):
 #
 # Every rank computes with a copy of all large weights in the model's dtype. Their float32
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
-# ranks. Of the small ones every rank has all in float32, and tables have no originals.
+# ranks. Small banks are whole on every rank, in float32, and tables have no originals.
 #
 # A step has three phases. First gradients are summed over the ranks: `Optimizer.start_sums` begins
 # the sums, `Tables.add` those of rows, and `Optimizer.step` that of the head. Then each rank
@@ -1304,10 +1303,10 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
                 matrix_factors: Tensor, rates: Tensor) -> None:
     """Updates master (n, rows, columns) by an average of orthogonalized Nesterov momentum, and
     copies it to `part`. Neurons whose updates were large over time get smaller ones; then each
-    update gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
-    neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a head are
-    rows, but taking these made no difference. matrix_factors (n, 1, 1) multiply the learning rate
-    of each matrix; the rates are (5,)."""
+    matrix's update gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column
+    counts as a neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a
+    head are rows, but taking these made no difference. matrix_factors (n, 1, 1) multiply the
+    learning rate of each matrix; the rates are (5,)."""
     lr, decay, momentum, beta2, _ = rates
     # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
@@ -1470,7 +1469,7 @@ class Optimizer:
 
     @torch.no_grad()
     def start_sums(self) -> None:
-        """Begins to sum over the ranks all .grad but the head's, and takes them away. To be called
+        """Begins to sum each .grad but the head's over the ranks; then it is None. To be called
         before the last `tables.add`: the sums travel while the GPU adds up the rows' gradients. A
         collective."""
         small = {}
@@ -1543,8 +1542,8 @@ class Optimizer:
 
     def update_averages(self) -> None:
         """Moves the averages towards the weights: exponential moving averages, as in record
-        92. To do it every fourth step suffices (in a run of fewer steps, after the last one), and
-        takes less than a thousandth of the time."""
+        92. Every fourth step is enough (in a run of three steps or fewer, the last one), and takes
+        less than a thousandth of the time."""
         c = self.model.config
         if self.averages and self.updates % min(4, c.num_steps) == 0:
             amount = min(4 / (c.average_frac * c.num_steps), 1.0)
@@ -1700,18 +1699,18 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 # its sum begins. One more stream works beside the first pass: it writes down what came next in this
 # step, and prepares the next batch, that is, it searches its tokens for matches, draws its
 # candidates, and finds the rows that it looks up (nanogpt/past.py). The CPU has to know how many
-# rows these are. It waits for that only at the beginning of the next step, when the GPU still has
-# the rest of this one to do.
+# rows these are. It waits for this number only when it begins the next step, while the GPU is still
+# busy with this one.
 
 
 def forward_backward(model: GPT, setting: Setting,
-                     *texts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. `texts` are the
-    tensors of its Targets and of its Reading, one by one, for CUDA graphs. Returns the loss, which
-    is a sum over tokens, and the gradients of these rows, (lookups, width): a .grad for a whole
-    table would be far too large, and adding to the head's would take long."""
-    targets = Targets(*texts[: len(Targets._fields)])
-    reading = Reading(*texts[len(Targets._fields) :])
+                     *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. `tensors` are
+    those of its Targets, then those of its Reading, one by one, for CUDA graphs. Returns the loss,
+    which is a sum over tokens, and the gradients of these rows, (lookups, width): a .grad for a
+    whole table would be far too large, and adding to the head's would take long."""
+    targets = Targets(*tensors[: len(Targets._fields)])
+    reading = Reading(*tensors[len(Targets._fields) :])
     with torch.no_grad():
         looked_up = model.look_up(reading)
     for x in looked_up.values():
@@ -1732,7 +1731,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. This stream and that of the past wait for each other (`meet`), and the CPU waits until the
+    # 1. This stream and that of `Past` wait for each other (`meet`), and the CPU waits until the
     # used rows are counted (`used_rows`). Then the ranks send each other these rows (`begin`).
     model.past.meet()
     rows = [reading.rows() for reading, _ in batch.micro_batches]
