@@ -50,13 +50,6 @@ class Reading(NamedTuple):
                  (self.recalled_token, self.recalled_length)]
         return [(token, length) for token, length in kinds if len(token)]
 
-    def part(self, where: slice) -> "Reading":
-        """The reading of some of the tokens."""
-        rows = self.rows_of_ngrams.view(-1, len(self.tokens))[:, where].flatten()
-        tokens, begins, hashes, _, *guesses = self
-        return Reading(tokens[where], begins[where], hashes[:, where], rows,
-                       *[x[where] for x in guesses])
-
 
 class UsedRows(NamedTuple):
     """The rows that a step looks up, of one key of Reading.rows()."""
@@ -174,7 +167,7 @@ class Past:
 
     def prepare(self, batch: Batch, step: int = 0,
                 call: Callable | None = None) -> PreparedBatch:
-        """Makes the batch of a step ready. `call` runs `read_batch`, about 300 small kernels: by
+        """Makes the batch of a step ready. `call` runs `read_batch`, hundreds of small kernels: by
         default as a CUDA graph, if the run is compiled for a GPU. (Batches of as many sequences are
         cut alike, so they share a graph.)
 
@@ -209,21 +202,18 @@ class Past:
         drawn = self.candidates.draw(targets, batch.group_size * length, uniform)
 
         # 2. What this rank reads, in micro-batches.
-        first = batch.micro_batches[0].start  # this rank's first sequence
-        own = slice(first * length, batch.micro_batches[-1].stop * length)  # this rank's tokens
-        reading = self.reading_of(*[x[..., own] for x in hashed])
         micro_batches = []
         for part in batch.micro_batches:
-            its_reading = reading.part(slice((part.start - first) * length,
-                                             (part.stop - first) * length))
+            its_tokens = slice(part.start * length, part.stop * length)
+            reading = self.reading_of(*[x[..., its_tokens] for x in hashed])
             # The groups that it is made of, or the one that it lies in.
             first_group = part.start // batch.group_size
             last_group = (part.stop - 1) // batch.group_size
             groups = slice(first_group, last_group + 1)
             its_targets = Targets(
-                targets[part.start * length : part.stop * length], drawn.chosen[groups],
-                drawn.bias[groups], drawn.place_of_token[groups])
-            micro_batches.append((copied(its_reading), copied(its_targets)))
+                targets[its_tokens], drawn.chosen[groups], drawn.bias[groups],
+                drawn.place_of_token[groups])
+            micro_batches.append((copied(reading), copied(its_targets)))
 
         # 3. The rows that each rank looks up, in the order of Reading.rows().
         _, ranks = rank_and_world_size()
