@@ -2,8 +2,7 @@
 
 A shard is a header of 256 int32 (the number 20240520, the version 1, how many tokens follow, then
 zeros), and after it the tokens as uint16. All of it is little-endian; the format comes from llm.c.
-Every document begins with the token 50256. `prepare.py` writes shards, `fineweb.py` downloads them,
-and the trainer reads them; all three use this file. It knows nothing of devices.
+Every document begins with the token 50256.
 """
 import hashlib
 import os

@@ -1,8 +1,8 @@
 """Candidates: the tokens that a training loss is computed over (train_gpt.py, section 5).
 
-Each has a bias, which is added to its logit, so that the sum of exponentials over the vocabulary is
-right on average. The gradient divides one such sum by another, and such a quotient is slightly off
-on average, less so with more candidates. This is a sampled softmax (Bengio and Senecal 2008).
+Their biases make the sum of exponentials right on average. The gradient divides one such sum by
+another, and such a quotient is slightly off on average, less so with more candidates. This is a
+sampled softmax (Bengio and Senecal 2008).
 
 Every rank draws those of all groups, by the seed and the step. So the candidates are the same on
 any number of GPUs of one kind, and the ranks need not tell each other what they have counted.

@@ -1,8 +1,7 @@
 """The command line: the keys of a configuration, what their values may be, and how they fit.
 
 A configuration is a dataclass whose fields were made with `key`, so that each has a meaning that
---help prints. Each can be given as --name=value. Presets are sets of other defaults, of which
---preset chooses one. `script` is the module train_gpt: its Config, its presets and its schedules.
+--help prints. `script` is the module train_gpt: its Config, its presets and its schedules.
 """
 import argparse
 import dataclasses
@@ -32,8 +31,8 @@ def key(default, meaning: str, choices: tuple[str, ...] = (), least: float | Non
 
 @dataclasses.dataclass
 class RunConfig:
-    """Keys that say where and how a run is made. They change its weights by no more than rounding
-    and chance do, so a run that goes on from a save may have others. Wrong ones raise BadInput."""
+    """Keys that say where and how a run is made (train_gpt.MAY_CHANGE). Wrong ones raise
+    BadInput."""
     device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     attention: str = key(
         "auto", "sdpa, or auto: FlexAttention in compiled runs on a GPU with a head_dim of 16 or "

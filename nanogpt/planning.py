@@ -3,10 +3,8 @@
 `script` is the module train_gpt, and `c` its Config. A plan of batches is the number of sequences
 of each step's batch; it follows from the configuration by rules that stand in train_gpt.py.
 
-What is given is laid over a preset, or over what fits a text; over the values of the save that
---resume means only if it does not change the result. A run is fitted (`fit`) for somebody who
-brings any text and should not have to work out the rest. (Other runs need a certain amount of text
-and refuse less.)
+A run is fitted (`fit`) for somebody who brings any text and should not have to work out the rest.
+(Other runs need a certain amount of text and refuse less.)
 """
 import dataclasses
 import math

@@ -6,9 +6,9 @@ Until the run is ready there is nothing to keep, so a signal ends the process at
 it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
 One that comes during the last steps or later ends nothing: the run is complete soon. A Ctrl-C after
 any signal ends the process at once, and so does a SIGTERM after a Ctrl-C, as torchrun hands on a
-second Ctrl-C. A second SIGTERM does not: a cluster may send it to all processes, and torchrun hands
-on to the ranks what it has got itself. When a complete run is written, any signal ends the process
-at once again.
+second Ctrl-C as SIGTERM. A second SIGTERM does not: a cluster may send it to all processes, and
+torchrun hands on to the ranks what it has got itself. When a complete run is written, any signal
+ends the process at once again.
 """
 import os
 import signal
@@ -73,7 +73,6 @@ class Stop:
             say("stopping within a few steps, or at the end of the run; the next Ctrl-C ends it at "
                 "once, and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
-        # torchrun hands on a first Ctrl-C as it is, and a second one as SIGTERM.
         of_second = {signal.SIGINT, signal.SIGTERM} if number == signal.SIGINT else {signal.SIGINT}
         self.end_at_once(of_second & {*self.numbers})
 

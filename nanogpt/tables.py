@@ -1,9 +1,8 @@
-"""Tables of embeddings, of which a step looks up some rows: their gradients, their update, and how
-the ranks exchange rows.
+"""The tables of value embeddings and of n-grams: their gradients, their update, and how the ranks
+exchange rows.
 
-A batch looks up only some rows of the tables of value embeddings and of n-grams. Only those have a
-gradient and are updated. Each rank owns some of the columns of every row, so that all ranks share
-this work, whichever rows they are.
+A batch looks up some of their rows. Only those have a gradient and are updated. Each rank owns some
+of the columns of every row, so that all ranks share this work, whichever rows they are.
 
 A rank looks up many rows several times, and the ranks mostly different ones. So each rank first
 adds up the gradients of the rows that it has looked up itself. It cuts these sums by columns, and

@@ -1,6 +1,4 @@
-"""Which projection has which recipe, and the products of all of them. In validation these are
-plain.
-"""
+"""Which projection has which recipe, and the products of all of them."""
 from typing import NamedTuple
 
 import torch
