@@ -31,9 +31,6 @@ from nanogpt import checkpoints
 from nanogpt.masks import BLOCK_SIZE
 from records.console import complain, end_in_order
 
-# --------------------------------------------------------------------------------------------------
-# 1. Tokens, one after the other
-
 
 @torch.no_grad()
 def logits_after(model, tokens: Tensor) -> Callable[[slice | Tensor], Tensor]:
@@ -61,10 +58,6 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
         return int(logits.argmax())
     probabilities = (logits.double() / temperature).softmax(-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-# --------------------------------------------------------------------------------------------------
-# 2. Text
 
 
 def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
@@ -103,9 +96,6 @@ def continued(model, text: str, count: int, temperature: float = 0.8,
         yield harmless(decoder.decode(to_bytes(token)))
     yield decoder.decode(b"", final=True)
 
-
-# --------------------------------------------------------------------------------------------------
-# 3. The program
 
 DEVICES = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]  # the best one first
 

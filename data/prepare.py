@@ -59,10 +59,6 @@ LEAST_VAL = 129
 MOST_VAL = 10_485_760 + 1  # one more, because the last prediction needs its target too
 
 
-# --------------------------------------------------------------------------------------------------
-# From documents to tokens
-
-
 def encode_all(documents: Iterable[str], use_bytes: bool) -> Iterator[np.ndarray]:
     """Yields the tokens of each document, SEPARATOR first: (n,) uint16."""
     vocabulary = None if use_bytes else gpt2.load()
@@ -74,10 +70,6 @@ def encode_all(documents: Iterable[str], use_bytes: bool) -> Iterator[np.ndarray
             bodies = vocabulary.encode_ordinary_batch(job, num_threads=os.cpu_count())
         for body in bodies:
             yield np.concatenate([[SEPARATOR], body], dtype="<u2", casting="unsafe")
-
-
-# --------------------------------------------------------------------------------------------------
-# From tokens to shards
 
 
 def write_corpus(documents: Iterable[str], folder: Path, use_bytes: bool, source: str) -> dict:
@@ -124,10 +116,6 @@ def split_documents(documents: list[np.ndarray],
     head = min(excess + 1, len(document) - 1)  # one more, as the tail gets a separator of its own
     tail = np.concatenate([[SEPARATOR], document[head:]])
     return [document[:head], *documents[last + 1 :]], [*documents[:last], tail]
-
-
-# --------------------------------------------------------------------------------------------------
-# Where a corpus is, and what it was made of
 
 
 def safe_name(text: str) -> str:
@@ -187,10 +175,6 @@ def make_corpus(args: argparse.Namespace) -> tuple[Path, str]:
         f"{counts['train_tokens']:,} training and {counts['val_tokens']:,} validation tokens "
         f"({args.tokens}) from {counts['documents']:,} document{plural} (duplicates dropped: "
         f"{counts['duplicates']:,}) in {time.perf_counter() - start:.1f} s")
-
-
-# --------------------------------------------------------------------------------------------------
-# Command line
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -22,9 +22,6 @@ from nanogpt.command_line import check, configure, has_cuda, parse, preset_of, r
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import compare, is_rank_0, on_all_ranks, rank_and_world_size
 
-# --------------------------------------------------------------------------------------------------
-# The configuration
-
 
 def parse_config(script, argv: list[str]):
     """The train_gpt.Config of a run. Raises BadInput on an unknown key or a wrong value, and if the

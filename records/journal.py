@@ -26,9 +26,6 @@ from nanogpt.ranks import all_ranks, is_rank_0
 from records.console import ROOT, complain, discard_output
 from records.log import RULE, sha256
 
-# ------------------------------------------------------------------------------------------------
-# The log
-
 
 class Log:
     """The log of one run: source, facts, steps and end block. People see a bar on a terminal, and a
@@ -158,10 +155,6 @@ class Log:
             self.fact("note", f"ended early: {error or kind.__name__}".partition("\n")[0])
 
 
-# ------------------------------------------------------------------------------------------------
-# The clock
-
-
 class Clock:
     """Training time in seconds: `total` up to the last stop. Starting and stopping wait until the
     device has done all it was given, so that a time is the time of work that is finished."""
@@ -184,10 +177,6 @@ class Clock:
         """The time up to now, without waiting for the device."""
         running = time.perf_counter() - self.started_at if self.started_at else 0.0
         return self.total + running
-
-
-# ------------------------------------------------------------------------------------------------
-# Which code runs
 
 
 def project_files(script: str | Path) -> list[dict]:
@@ -232,10 +221,6 @@ def output_of(*command: str) -> str | None:
     except OSError:
         return None
     return run.stdout.decode(errors="replace").strip() if run.returncode == 0 else None
-
-
-# ------------------------------------------------------------------------------------------------
-# Which machine it runs on
 
 
 def describe_machine(device: torch.device) -> dict:

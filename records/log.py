@@ -61,10 +61,6 @@ def machine_name(environment: dict, config: dict) -> str:
     return f"{environment['world_size']} x {' + '.join(names)}"
 
 
-# --------------------------------------------------------------------------------------------------
-# Whole and short logs
-
-
 def shorten(raw: bytes, first_name: str) -> bytes:
     """The log without its code, which is the code of the record's first log."""
     _, run, _, rest = PARTS.fullmatch(raw).groups()
@@ -86,10 +82,6 @@ def read_bytes(path: Path) -> bytes:
     if sha256(whole) != short[2].decode():
         raise ValueError(f"{path}: it or {first_path.name} is no longer as it was written.")
     return whole
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading
 
 
 def read_logs(path: Path) -> list[Log]:

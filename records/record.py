@@ -25,10 +25,6 @@ def folders() -> list[Path]:
     return sorted(path.parent for path in RECORDS.glob("*/record.json"))
 
 
-# --------------------------------------------------------------------------------------------------
-# What runs have in common, and their statistics
-
-
 def shared(log: Log) -> dict:
     """What all runs of a record have in common. `data` has the sum of each shard."""
     data = {f"{shard['split']} {shard['name']}": shard["sha256"] for shard in log.facts["data"]}
@@ -67,10 +63,6 @@ def pm(values: list[float], digits: int) -> str:
         moments.append(statistics.stdev(values))
     # First to five digits: so a mean of 39.715 is 39.72, also where a float is just below it.
     return " ± ".join(f"{round(moment, 5):.{digits}f}" for moment in moments)
-
-
-# --------------------------------------------------------------------------------------------------
-# The record
 
 
 class Record:
@@ -164,10 +156,6 @@ def read(folder: Path) -> Record:
         raise ValueError(f"{folder.name}: the table in its README.md is not that of its logs and "
                          "its record.json.")
     return record
-
-
-# --------------------------------------------------------------------------------------------------
-# The leaderboard
 
 
 def with_leaderboard(page: str, records: list[Record]) -> str:
