@@ -1,7 +1,5 @@
-"""The items of HellaSwag (Zellers et al. 2019): a context and four endings, of which one is right.
-
-The validation split has 10,042 items. Its authors keep the file on GitHub, with a JSON object on
-each line; the copy on the Hugging Face Hub is in Parquet, which needs one more library.
+"""The items of HellaSwag's validation split; evaluate.py says what they are. Its authors keep them
+on GitHub as JSON. The copy on the Hugging Face Hub is in Parquet, which needs one more library.
 """
 import hashlib
 import http.client

@@ -1,7 +1,4 @@
-"""From files to documents: reads texts and JSON lines, and cuts them into documents.
-
-What prepare.py and evaluate.py read goes through here. This file knows nothing of tokens.
-"""
+"""Reads texts and JSON lines, and cuts them into documents, for prepare.py and evaluate.py."""
 import argparse
 import codecs
 import io
