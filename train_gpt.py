@@ -1218,8 +1218,8 @@ class FP8HeadLoss(torch.autograd.Function):
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
 # ranks. Small banks are whole on every rank, in float32, and tables have no originals.
 #
-# A step has three phases. First gradients are summed over the ranks: `Optimizer.start_sums` begins
-# the sums, `Tables.add` those of rows, and `Optimizer.step` that of the head. Then each rank
+# A step has three phases. First gradients are summed over the ranks: `Tables.add` begins the sums of
+# rows, `Optimizer.step` that of the head, and `Optimizer.start_sums` all others. Then each rank
 # updates its share. Last it hands the new weights out to all; but rows of tables travel only when
 # the next step begins (`Tables.begin`). `Param.share` says how:
 #
@@ -1384,6 +1384,7 @@ def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
 #   - The part is what the model computes with: end with `cautious_update`, or part.copy_(master).
 #   - Muon takes stacks of matrices, (n, rows, columns); Adam takes everything as a vector. The head
 #     comes as this rank's rows, and with head_every_second its gradient is that of two steps.
+#   - --head_lr also sets the rate of `late_mix`, and the head's weight decay (`parameter_table`).
 #   - State begins at 0 (`reset`). Saves name a field NAME.FIELD, so none may be called master or
 #     average. They cut it by its first dimension, which must be the master's.
 #   - The MLPs' matrices have larger learning rates: hand `self.matrix_factors[name]`, which stacks

@@ -165,8 +165,8 @@ def config_of_save(script, save: Path, given: dict):
 
 
 def state_of(optimizer) -> dict[str, Tensor]:
-    """The tensors that training changes, but no copies of masters, by names like "mlp.master" and
-    "mlp.momentum_buffer": of banks with share "slice" this rank's rows, and all of the rest. Of
+    """The tensors that training changes, but no banks that copy masters, by names like "mlp.master"
+    and "mlp.momentum_buffer": of banks with share "slice" this rank's rows, and all of the rest. Of
     tables only this rank's columns are up to date before `Tables.complete`."""
     named = {}
     for name, master in optimizer.masters.items():

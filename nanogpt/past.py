@@ -173,10 +173,10 @@ class Past:
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
         holds batch n until the next one is made, and two callers take turns, as a CUDA graph
-        overwrites what it has returned before. But it may get the memory of batch n - 1, as by
+        overwrites what it has returned before. But it may get the memory of batch n - 1: in
         `meet` of step n this stream has waited until step n - 1 is over. Raises RuntimeError
-        without that, and without `remember`, as batch n + 1 would not find what came next in batch
-        n."""
+        without `meet`, and without `remember`: then batch n + 1 would not find what came next in
+        batch n."""
         if not (self.has_met and self.has_remembered):
             raise RuntimeError("`meet` must come before each batch, and `remember` between two")
         self.has_met = self.has_remembered = False
@@ -229,8 +229,8 @@ class Past:
     def remember(self, batch: PreparedBatch) -> None:
         """Takes in the whole batch of a step, on all ranks the same: counts how often each token
         was a target, and writes to the recall table which token came next after which. But a text
-        that is read more than once is not written there, as it would be known by heart. A
-        batch is prepared before that, or it would find its own targets in the table."""
+        that is read more than once is not written there, as it would be known by heart. The batch
+        itself was prepared before: else it would find its own targets in the table."""
         self.has_remembered = True
         with self.side_stream.on():
             self.candidates.remember(batch.counts, batch.lost)

@@ -115,8 +115,8 @@ class Requests:
 
     Nothing waits for this. What a rank wants travels in the message that the ranks sum at each step
     anyway, and all read the message of a step at the same point. Suppose that a rank asks before
-    step 8. The message of step 8 says so, all have read it when step 9 is over, and do it before
-    step 10. A single process needs no message and does it at once."""
+    step 8. The message of step 8 says so. All read it while step 9 is being computed, and do it
+    before step 10. A single process needs no message and does it at once."""
 
     def __init__(self, device: torch.device):
         self.alone = rank_and_world_size()[1] == 1

@@ -55,7 +55,7 @@ class Tables:
     """In each step these methods are called in this order:
 
         begin         tells which rows the micro-batches look up, and fetches these
-        add           takes the gradients of these rows after each pass; the last one sends them
+        add           takes the gradients of these rows after each pass; the last call sends them
         add_embedding adds those of the token embedding to the gradient of the head, as both are one
                       matrix
         update        updates the rows
