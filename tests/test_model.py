@@ -468,24 +468,6 @@ def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, ki
     assert set(found[:, 1].tolist()) == {0, *lengths} and len(found[:, 0].unique()) >= 2, "else it would show little"
 
 
-def test_a_step_sees_what_earlier_steps_have_read_and_not_its_own_batch():
-    model = tiny(vocab_size=64)
-    optimizer = t.Optimizer(model)
-    tokens, targets = tokens_of([0, 99], 384), tokens_of([], 384, 1)
-    found, recalled_tokens = [], past.recalled_tokens
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(past, "recalled_tokens", lambda *args: found.append(recalled_tokens(*args)) or found[-1])
-        for step in range(2):
-            t.train_step(model, optimizer, read(model, [(tokens, targets)]), step)
-    assert not found[0][1].any() and (found[1][1] == 6).sum() > 200
-    assert found[1][0].eq(targets).sum() > 200
-    t.initialize(model, 0)
-    assert not model.recall_table.any(), "a run begins anew after warming up"
-    model.config.epochs = 2
-    t.train_step(model, optimizer, read(model, [(tokens, targets)]), 0)
-    assert not model.recall_table.any(), "a text that is read again would be known by heart"
-
-
 # -------------------------------------------------------------------------------- a sample of the vocabulary
 
 

@@ -239,22 +239,6 @@ def test_the_rows_that_a_step_uses_are_listed_for_all_ranks_together_and_for_eac
         assert torch.equal(found, looked_up.unique())
 
 
-def test_a_reset_forgets_moments_and_steps():
-    model, after = small("float64", head_every_second=True), []
-    optimizer = t.Optimizer(model)
-    for _ in range(2):
-        optimizer.reset(t.initialize(model, 3))
-        assert (optimizer.updates, optimizer.slices.sums) == (0, {})
-        for step in range(3):
-            give_gradients(model, optimizer, step)
-            optimizer.start_sums()
-            optimizer.step(1.0)
-        after.append([p.detach().clone() for p in model.parameters()])
-        give_gradients(model, optimizer, 9)  # a step that is never made
-        optimizer.start_sums()
-    assert all(torch.equal(a, b) for a, b in zip(*after))
-
-
 def test_float32_masters_keep_updates_that_are_too_small_for_bf16():
     model = small("bfloat16")
     optimizer = t.Optimizer(model)

@@ -421,15 +421,18 @@ def test_on_a_gpu_a_run_of_compiled_cuda_graphs_has_the_losses_of_one_without(co
 
 
 def test_a_warm_up_leaves_no_trace(corpus, tmp_path, monkeypatch):
-    def weights(name):
+    """Neither in weights, moments, averages and what is recalled, nor in what is counted."""
+    def result(name):
         folder = tmp_path / name
-        t.main(arguments(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt", candidates=0))
-        return checkpoints.read(folder / "model.pt")[0]
+        t.main(arguments(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt", num_steps=8, candidates=16,
+                         recall_rows=2**16, average_frac=1.0, val_interval=0))
+        return checkpoints.read(folder / "model.pt")[0], read_log(only_log(folder)).facts["defect"]
 
-    with_warm_up = weights("with")
+    with_warm_up, lost = result("with")
     monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self: None)
-    without = weights("without")
+    without, lost_without = result("without")
     assert all(torch.equal(weight, without[name]) for name, weight in with_warm_up.items())
+    assert lost == lost_without != []
 
 
 def test_the_mean_of_validation_is_over_exactly_val_tokens():
