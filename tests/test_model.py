@@ -490,25 +490,6 @@ def test_candidates_are_those_of_priority_sampling_over_all_counts_so_far():
         assert found.keys() == by_hand.keys() and found == pytest.approx(by_hand, abs=1e-5) and max(by_hand.values()) > 0.1
 
 
-def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_and_targets_stand_for_themselves():
-    random = torch.Generator().manual_seed(0)
-    p = 1 / (torch.arange(2000) + 5.0)
-    counts = torch.bincount(torch.multinomial(p, 20_000, True, generator=random), minlength=2000).float()
-    targets = torch.multinomial(p, 1000, True, generator=random)
-    counts += torch.bincount(targets, minlength=2000)
-    numbers, sums = (p * torch.randn(2000, generator=random).exp()).double(), []
-    is_target = torch.isin(torch.arange(2000), targets)
-    torch.manual_seed(0)
-    for _ in range(500):
-        chosen, bias, places = (x[0] for x in candidates.choose(600, is_target[None], counts[None], torch.rand(1, 2000)))
-        places = places[targets]
-        assert len(chosen.unique()) == len(bias) == 600 and bias.min() == 0
-        assert torch.equal(chosen[places], targets) and not bias[places].any()
-        sums.append((numbers[chosen] * bias.exp()).sum())
-    error, deviation = torch.stack(sums).mean() - numbers.sum(), torch.stack(sums).std()
-    assert error.abs() < 3 * deviation / 500**0.5
-
-
 @pytest.mark.parametrize("number", [40, 41, 100])  # targets only, one more, many more
 @pytest.mark.parametrize("zeros", [slice(None), slice(100, 101), slice(0, 1)], ids=["all", "a token", "a target"])
 def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros):
@@ -585,39 +566,6 @@ def test_the_heads_gradient_is_the_sum_over_all_groups_that_have_a_token_among_t
     assert torch.equal(first, head[[0, 4, 5]]) and torch.equal(second, head[[4, 1, 6]])
     (first.sum() + 10 * second[:, 0].sum() + 100 * second[2, 1]).backward()
     assert head.grad.tolist() == [[1, 1], [10, 0], [0, 0], [0, 0], [11, 1], [1, 1], [10, 100]]
-
-
-def test_logits_of_the_next_token_are_those_of_the_loss():
-    model, tokens, targets = tiny(), tokens_of([0, 99], 384), tokens_of([], 384, 1)
-    with torch.no_grad():
-        of_all = model.logits(*model.last_stream(model.past.read(tokens, False), view(), training=False))
-    for position in (0, 98, 99, 200, 383):
-        logits = of_all[position]
-        assert logits.shape == (64,) and 0 < logits.min() and logits.max() < 23
-        one = torch.full_like(targets, -1)
-        one[position] = targets[position]
-        expected = t.loss_without_gradient(model, tokens, one, view()).item()
-        assert -logits.log_softmax(-1)[targets[position]].item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_default_has_as_many_weights_as_its_sizes_say():
-    size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qkvo"] == 6 * 4 * 512 * 640 and size["mlp"] == 6 * 2 * 640 * 2304
-    assert size["lm_head"] == 50304 * 640 and size["value_embeds"] == 6 * 50304 * 512
-    assert size["ngrams"] == 2**24 * 320
-    assert size["scalars"] == 6 * 7
-    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 640 + 7 * 64 + 7
-    assert size["length_vectors"] == 4 * 640, "no match, and those of 1, 2 and 3 tokens"
-    active, in_tables = t.report.num_weights(t.parameter_table(t.Config()))
-    assert in_tables == 6 * 512 * 50304 + 2**24 * 320 and active == sum(size.values()) - in_tables
-
-
-@pytest.mark.parametrize("num_layers, vocab", [(11, 64), (5, 5000), (1, 384)])
-def test_the_initial_loss_is_nearly_the_logarithm_of_the_vocabulary(num_layers, vocab):
-    model = tiny(num_layers=num_layers, vocab_size=vocab)
-    t.initialize(model, 0)
-    loss = t.loss_without_gradient(model, tokens_of([0, 99], 384), tokens_of([], 384, 1), view())
-    assert loss.item() / 384 == pytest.approx(math.log(vocab), abs=0.02)  # a token's own logit begins a bit larger
 
 
 def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_number_of_ranks():
