@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, one_group, optimizer_of, read, training_loss, untrained
+from conftest import one_group, training_loss, untrained
 from test_kernels import normal
 
 import train_gpt as t
@@ -190,23 +190,6 @@ def test_windows_are_those_of_the_stage_and_grow_once_more_for_the_last_validati
     assert t.setting_of(0, laptop).score_scale == pytest.approx(12.8 / 64)
     assert [t.setting_of(step, laptop).windows for step in (0, 207, 208, 364, 520)] == [
         (2, 1), (2, 1), (4, 2), (8, 2), (8, 2)]
-
-
-def test_a_step_and_a_validation_see_as_far_as_their_own_stage(monkeypatch):
-    monkeypatch.setitem(t.SCHEDULES, "growing", [
-        t.Stage(0.5, 1, 1, 1, 1.0), t.Stage(0.5, 1, 2, 2, 1.0), t.Stage(0, 1, 3, 3, 1.0)])
-    lengths = dict.fromkeys(("val_seq_len", "val_tokens", "seq_len", "batch_tokens", "micro_tokens"), 384)
-    c = t.Config(**TINY | lengths | dict(schedule="growing", num_steps=4))
-    model = t.GPT(c, torch.device("cpu"))
-    optimizer, windows, forward = optimizer_of(model), [], model.forward
-    monkeypatch.setattr(model, "forward", lambda reading, targets, setting, *rest, **named: windows.append(
-        setting.windows) or forward(reading, targets, setting, *rest, **named))
-    tokens = tokens_of([], 385)
-    for step in range(4):
-        t.train_step(model, optimizer, read(model, [(tokens[:-1], tokens[1:])]), step)
-        t.validate(model, tokens.to(torch.uint16), step)
-    t.validate(model, tokens.to(torch.uint16), 4)
-    assert windows == [(n, n) for n in (1, 1, 1, 1, 2, 2, 2, 2, 3)]
 
 
 def test_yarn_slows_low_frequencies_and_raises_the_scale_as_computed_by_hand(monkeypatch):

@@ -405,18 +405,19 @@ def test_a_warm_up_leaves_no_trace(corpus, tmp_path, monkeypatch):
     assert lost == lost_without != []
 
 
-def test_the_mean_of_validation_is_over_exactly_val_tokens():
+@pytest.mark.parametrize("step", [0, 4])  # with other windows
+def test_the_mean_of_validation_is_over_exactly_val_tokens(step):
     """Its sequences are longer than those of training, and read as a whole."""
-    model = untrained(val_tokens=1024, val_seq_len=512)
+    model = untrained(val_tokens=1024, val_seq_len=512, schedule="laptop")
     model.lm_head.data.normal_(generator=torch.Generator().manual_seed(0))
-    setting = t.setting_of(4, model.config)
+    setting = t.setting_of(step, model.config)
     tokens = torch.tensor(documents(1300, longest=900), dtype=torch.int32).clamp(max=383)
     by_hand = 0.0
     for begin in (0, 512):  # what lies behind the 1025th token does not count
         part = tokens[begin : begin + 513].long()
         x, sources = model.last_stream(model.past.read(part[:-1], False), setting, training=False)
         by_hand += torch.nn.functional.cross_entropy(model.logits(x, sources).double(), part[1:], reduction="sum").item()
-    assert t.validate(model, tokens.to(torch.uint16), 4) == pytest.approx(by_hand / 1024, rel=1e-5)
+    assert t.validate(model, tokens.to(torch.uint16), step) == pytest.approx(by_hand / 1024, rel=1e-5)
 
 
 def test_a_sequence_of_validation_may_be_longer_than_a_batch(corpus, tmp_path):
