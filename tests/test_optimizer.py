@@ -27,23 +27,7 @@ import train_gpt as t
 from nanogpt import checkpoints, past, ranks, tables
 from nanogpt.batches import Batch
 
-
-def rates_of(lr, decay, beta1, beta2=0.0, correction=0.0):
-    """The tensor that the compiled functions take, but in float64."""
-    return torch.tensor(t.Rates(lr, decay, beta1, beta2, correction), dtype=torch.float64)
-
-
 # ---------------------------------------------------------------------------------------------------- Adam
-
-
-def adam(master, grads, lr, decay, beta1, beta2):
-    """Our Adam after one step for each gradient: (master, part)."""
-    master, part = master.clone(), torch.empty_like(master)
-    state = t.AdamState(torch.zeros_like(master), torch.zeros_like(master))
-    for step, grad in enumerate(grads, 1):
-        correction = (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-        t.adam_update(master, part, grad, state, rates_of(lr, decay, beta1, beta2, correction))
-    return master, part
 
 
 @pytest.mark.parametrize("betas", [(0.5, 0.95), (0.75, 0.95), (0.9, 0.99)])
@@ -53,20 +37,14 @@ def test_adam_without_decay_equals_torch_optim_for_five_steps(betas):
     reference = torch.optim.Adam([theirs], lr=0.03, betas=betas, eps=1e-12)  # eps comes in at another place
     for theirs.grad in grads:
         reference.step()
-    master, part = adam(start, grads, 0.03, 0.0, *betas)
+    master, part = start.clone(), torch.empty_like(start)
+    state = t.AdamState(torch.zeros_like(start), torch.zeros_like(start))
+    for step, grad in enumerate(grads, 1):
+        correction = (1 - betas[1] ** step) ** 0.5 / (1 - betas[0] ** step)
+        rates = torch.tensor(t.Rates(0.03, 0.0, *betas, correction), dtype=torch.float64)
+        t.adam_update(master, part, grad, state, rates)
     torch.testing.assert_close(master, theirs.detach(), rtol=1e-8, atol=1e-9)
     assert torch.equal(part, master)
-
-
-def test_adams_decay_acts_only_where_the_update_shrinks_the_weight():
-    start, grads = normal(40, 50), [normal(40, 50, seed=step) for step in (1, 2, 3)]
-    p, m, v = start.numpy().copy(), 0.0, 0.0
-    for step, grad in enumerate(grads, 1):
-        g = grad.numpy()
-        m, v = 0.6 * m + 0.4 * g, 0.9 * v + 0.1 * g**2
-        update = np.sqrt(1 - 0.9**step) / (1 - 0.6**step) * m / (np.sqrt(v) + 1e-10)
-        p = p - 0.02 * update - np.where(update * p > 0, 0.02 * 0.7 * p, 0)
-    np.testing.assert_allclose(adam(start, grads, 0.02, 0.7, 0.6, 0.9)[0].numpy(), p, rtol=1e-9, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------- Muon
@@ -123,29 +101,6 @@ def normuon(p, grads, lr, decay, momenta):
             w = w - lr * average - np.where(average * w > 0, lr * decay * w, 0)
         done.append(w)
     return np.stack(done)
-
-
-def muon(start, grads, lr, decay, momenta):
-    """Our Muon after one step for each gradient: (master, part)."""
-    master, part = start.clone(), torch.empty_like(start, dtype=torch.bfloat16)
-    zero = torch.zeros_like(start)
-    state = t.MuonState(zero, zero[:, :1].clone(), zero.clone())
-    for grad, momentum in zip(grads, momenta):
-        t.muon_update(master, part, grad.clone(), state, start.new_full((len(start), 1, 1), 4 * lr),
-                      rates_of(0.25, decay, momentum, 0.9))
-    return master, part
-
-
-@pytest.mark.parametrize("rows, cols", [(16, 16), (16, 48), (48, 16)])
-def test_muon_is_an_average_of_normuons_updates_with_cautious_decay(rows, cols, monkeypatch):
-    monkeypatch.setattr(t, "orthogonalize", lambda G, dtype: torch.tensor(polar_express(G.numpy())))
-    start, grads = normal(3, rows, cols, seed=8), [normal(3, rows, cols, seed=i) for i in range(3)]
-    grads[0][:, :2], grads[0][:, :, :3] = 5 * grads[0][:, :2], 9 * grads[0][:, :, :3]  # neurons of unequal weight
-    momenta = 0.85, 0.9, 0.95
-    master, part = muon(start, grads, 0.3, 1.1, momenta)
-    reference = normuon(start.numpy(), [g.numpy() for g in grads], 0.3, 1.1, momenta)
-    np.testing.assert_allclose(master.numpy(), reference, rtol=1e-9, atol=1e-11)
-    assert torch.equal(part, master.bfloat16())
 
 
 # ---------------------------------------------------------------------------------------------------- schedules
@@ -342,10 +297,11 @@ def test_each_step_updates_matrices_as_muon_does_each_at_its_own_rate_times_the_
     assert rates.keys() == matrices_of.keys()
     for name, given in gradients.items():
         for i, matrix in enumerate(start[name].numpy()):
-            lr, decay = factor * rates[name][i % len(rates[name])], factor * 2.0 * 0.05
-            expected = normuon(matrix[None], [gradient[i : i + 1] for gradient in given], lr, decay, [0.8] * 3)[0]
-            np.testing.assert_allclose(  # rates are in float32
-                getattr(model, name)[i].detach().numpy(), expected, rtol=1e-5, atol=1e-6, err_msg=f"{name} {i}")
+            numbers = factor * rates[name][i % len(rates[name])], factor * 2.0 * 0.05, 0.8
+            lr, decay, momentum = (float(np.float32(x)) for x in numbers)  # as compiled functions get them
+            expected = normuon(matrix[None], [gradient[i : i + 1] for gradient in given], lr, decay, [momentum] * 3)[0]
+            np.testing.assert_allclose(
+                getattr(model, name)[i].detach().numpy(), expected, rtol=1e-7, atol=1e-8, err_msg=f"{name} {i}")
 
 
 def test_a_wrong_order_or_a_missing_gradient_is_an_error_in_a_sentence():
@@ -479,26 +435,6 @@ def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monke
     assert loss.item() == pytest.approx(total / 1536, rel=1e-12)
     t.train_step(model, optimizer, read(model, batch), 2)
     assert given[1] == 1
-
-
-def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights_and_moments():
-    tokens = torch.randint(0, 61, (3, 12, 129), generator=torch.Generator().manual_seed(4))
-    tokens[:, ::3, 40:43] = 60  # documents
-    results = []
-    for parts in ((12,), (1, 2, 3, 6)):
-        model = small("float64", micro_tokens=1536)
-        optimizer = optimizer_of(model)
-        losses = []
-        for step, batch in enumerate(tokens, 2):
-            micro = [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in batch.split(parts)]
-            losses.append(t.train_step(model, optimizer, read(model, micro), step).item())
-        results.append((losses, {name: (w, *optimizer.state[name]) for name, w in optimizer.masters.items()}))
-    (one, tensors), (many, others) = results
-    assert many == pytest.approx(one, rel=1e-12)
-    for name in tensors:
-        for a, b in zip(tensors[name], others[name]):
-            assert (a - b).norm() <= 1e-9 * a.norm(), name
-        assert tensors[name][1].any(), name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
