@@ -75,26 +75,12 @@ def test_the_gradient_of_the_head_is_autograds_within_the_error_of_the_format(sa
     if sampled:
         logits = logits + bias
     reference = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
-    reference.backward()
+    (4 * reference).backward()
     ours = [a.bfloat16().requires_grad_() for a in (x, w)]
     loss = t.head_loss(*ours, targets[None], bias, STATIC["lm_head"])
-    loss.backward()
+    (4 * loss).backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(reference.item(), rel=2e-3)
     for a, b in zip(ours, exact):
         assert a.grad.dtype == torch.bfloat16 and distance(a.grad, b.grad) < 0.1
         assert F.cosine_similarity(a.grad.double().flatten(), b.grad.flatten(), dim=0) > 0.995
     assert not ours[0].grad[targets < 0].any()
-
-
-@devices
-def test_a_factor_on_the_loss_scales_the_gradients_of_the_head(device):
-    x = normal(32, 64, dtype=torch.bfloat16, device=device)
-    w = normal(48, 64, seed=1, dtype=torch.bfloat16, device=device) * 0.1
-    targets = integers(0, 47, 32, device=device)
-    gradients = []
-    for factor in (1, 4):  # a power of two: exact
-        leaves = [a.clone().requires_grad_() for a in (x, w)]
-        (t.FP8HeadLoss.apply(*leaves, targets[None], None, None) * factor).backward()
-        gradients.append([a.grad for a in leaves])
-    for one, four in zip(*gradients):
-        assert torch.equal(one * 4, four) and one.abs().sum() > 0
