@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import TINY, optimizer_of, read, training_loss, untrained
+from test_model import naive_attention, naive_mask, tiny, tokens_of, turned, view
 
 import train_gpt as t
 from nanogpt.precision import fp8_static
@@ -109,35 +110,25 @@ def test_with_everything_off_the_model_is_the_plain_transformer_of_124m_weights(
 
 def test_the_plain_transformer_has_the_loss_and_gradients_of_one_written_out():
     """Pre-norm attention with queries and keys of length 1, squared ReLU and capped logits, in float64."""
-    model = t.GPT(t.Config(**TINY | t.PLAIN_MODEL | dict(dtype="float64", precision="bf16")), torch.device("cpu"))
-    with torch.no_grad():
-        for i, bank in enumerate(model.parameters()):
-            bank.copy_(0.3 * torch.randn(bank.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64))
-    tokens = torch.randint(0, 300, (257,), generator=torch.Generator().manual_seed(0))
-    inputs, targets = tokens[:-1], tokens[1:]
-    setting = t.setting_of(0, model.config)._replace(windows=(2, 2), score_scale=0.5)
-    loss = training_loss(model, inputs, targets, setting)
+    model = tiny(**t.PLAIN_MODEL)
+    setting, tokens, targets = view(), tokens_of([0], 384), tokens_of([], 384, 1)
+    loss = training_loss(model, tokens, targets, setting)
     loss.backward()
 
     w = {name: bank.detach().clone().requires_grad_() for name, bank in model.named_parameters()}
-    H, d = model.config.num_heads, model.config.head_dim
-    turns = torch.arange(256)[:, None].double() * torch.tensor(setting.frequencies + (0.0,) * (d // 4))
-    turns = torch.polar(torch.ones_like(turns), -turns)[:, None]  # (T, 1, d / 2)
+    frequencies = torch.tensor([*setting.frequencies, 0.0, 0.0], dtype=torch.float64)
+    far, near = (naive_mask([0], window, 384) for window in setting.windows)
 
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
-    def turned(x):
-        x = torch.complex(*rms(x).chunk(2, -1)) * turns
-        return torch.cat((x.real, x.imag), -1)
-
-    x = rms(w["lm_head"][inputs])
-    for i in range(model.config.num_layers):
+    x = rms(w["lm_head"][tokens])
+    for i in range(5):
         u = rms(x)
-        q, k, v = ((u @ w["qkvo"][4 * i + j].T).view(256, H, d) for j in range(3))
-        scores = torch.einsum("qhd,khd->hqk", turned(q), turned(k)) * setting.score_scale
-        weights = scores.masked_fill(~torch.ones(256, 256).tril().bool(), float("-inf")).softmax(-1)
-        x = x + torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ w["qkvo"][4 * i + 3]
+        q, k, v = ((u @ w["qkvo"][4 * i + j].T).view(384, 4, 8) for j in range(3))
+        q, k = turned(rms(q), frequencies), turned(rms(k), frequencies)
+        y = naive_attention(setting.score_scale * q, k, v, far if i in (2, 4) else near)
+        x = x + y.flatten(1) @ w["qkvo"][4 * i + 3]
         x = x + torch.relu(rms(x) @ w["mlp"][2 * i]).square() @ w["mlp"][2 * i + 1].T
     logits = 23 * torch.sigmoid((rms(x) @ w["lm_head"].T + 5) / 7.5)
     reference = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
