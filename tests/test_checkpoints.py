@@ -527,7 +527,9 @@ def test_the_weights_of_the_best_validation_are_kept_and_a_resumed_run_goes_on_c
     auto = {"save_checkpoint": "auto"}
     assert run(options(corpus, tmp_path, **auto), 3) == 130
     (path,) = (tmp_path / "models").iterdir()
-    assert path.name == f"{corpus.name}.safetensors" and checkpoints.read(path)[1]["val_loss"] == 3.0
+    about = checkpoints.read(path)[1]
+    assert path.name == f"{corpus.name}.safetensors" and about["val_loss"] == 3.0
+    assert about.keys() == {"config", "step", "val_loss", "run_id", "code_sha256", "data"}, "as checkpoints.py says"
     assert checkpoints.load_model(path, "cpu", t).trained_steps == 2
     assert run(["--resume", f"--log_dir={tmp_path}"], 5) == 130
     assert checkpoints.read(path)[1]["step"] == 2, "4.0 is worse"
