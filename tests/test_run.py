@@ -395,7 +395,7 @@ def test_a_warm_up_leaves_no_trace(corpus, tmp_path, monkeypatch):
     def result(name):
         folder = tmp_path / name
         t.main(arguments(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt", num_steps=8, candidates=16,
-                         recall_rows=2**16, average_frac=1.0, val_interval=0))
+                         schedule="laptop", recall_rows=2**16, average_frac=1.0, val_interval=0))
         return checkpoints.read(folder / "model.pt")[0], read_log(only_log(folder)).facts["defect"]
 
     with_warm_up, lost = result("with")
