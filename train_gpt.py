@@ -1218,8 +1218,8 @@ class FP8HeadLoss(torch.autograd.Function):
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
 # ranks. Small banks are whole on every rank, in float32, and tables have no originals.
 #
-# A step has three phases. First gradients are summed over the ranks: `Tables.add` begins the sums of
-# rows, `Optimizer.step` that of the head, and `Optimizer.start_sums` all others. Then each rank
+# A step has three phases. First gradients are summed over the ranks: `Tables.add` begins the sums
+# of rows, `Optimizer.step` that of the head, and `Optimizer.start_sums` all others. Then each rank
 # updates its share. Last it hands the new weights out to all; but rows of tables travel only when
 # the next step begins (`Tables.begin`). `Param.share` says how:
 #

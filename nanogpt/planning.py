@@ -175,16 +175,24 @@ def validation_interval(c, num_steps: int) -> int:
     return max(num_steps // 10, math.ceil(c.val_tokens / c.batch_tokens))
 
 
-def fit_to_minutes(c, stages: list, train_paths: list[Path], seconds: float):
-    """The configuration with as many steps of so many seconds as --minutes has room for. Without
-    cut_documents the text may last for fewer, because the ends of long documents are left out."""
+def fit_to_minutes(script, c, paths: list[Path], seconds: float):
+    """The configuration with as many steps of so many seconds as --minutes has room for, or as the
+    training shards at these paths last for. Raises BadInput if one cannot be read."""
     steps = steps_that_fit(
-        c, stages, tuple(map(shards.count_tokens, train_paths)), 60 * c.minutes / seconds, c.epochs)
+        c, script.SCHEDULES[c.schedule], tuple(map(shards.count_tokens, paths)),
+        60 * c.minutes / seconds, c.epochs)
     if not c.fit or c.val_interval != validation_interval(c, c.num_steps):
         steps.pop("val_interval")  # it is the preset's own, or was given
     if not c.cut_documents:
         steps.pop("epochs")  # how often the text is read cannot be told, so c.epochs stays
-    return dataclasses.replace(c, **steps)
+    c = dataclasses.replace(c, **steps)
+    # Without cut_documents the ends of long documents are left out, so the text may last for less.
+    plan = script.batch_plan(c)
+    while len(plan) > 1 and (lasts_for := count_steps(c, plan, paths)) < len(plan):
+        part = sum(plan[:lasts_for]) / sum(plan)
+        c = dataclasses.replace(c, num_steps=max(1, int(part * c.num_steps)))
+        plan = script.batch_plan(c)
+    return c
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,7 +242,10 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
             "or lower --val_tokens and --val_seq_len")
     if chooses_steps(c):  # all steps are checked when they are chosen; now a batch of each size
         plan = [*dict.fromkeys(plan)]
-    check_tokens(c, plan, train_paths)
+    steps = count_steps(c, plan, train_paths)
+    require(steps == len(plan), f"the text in {c.data_dir} lasts for {steps} steps of the "
+            f"{len(plan)}; get more text, let the run fit it (--fit), lower --num_steps, or raise "
+            "--epochs")
     return RunFiles(train_paths, torch.from_numpy(val_tokens), fingerprints, saved)
 
 
@@ -243,13 +254,10 @@ def chooses_steps(c) -> bool:
     return c.minutes > 0 and not c.resume
 
 
-def check_tokens(c, plan: shards.Plan, paths: list[Path]) -> None:
-    """Raises BadInput unless the training shards last for all steps of the plan."""
+def count_steps(c, plan: shards.Plan, paths: list[Path]) -> int:
+    """For how many steps of the plan the training shards last."""
     # This packs all documents as training will. Nothing less tells how many steps there are.
-    steps = sum(1 for _ in shards.batches(paths, c, plan))
-    require(steps == len(plan), f"the text in {c.data_dir} lasts for {steps} steps of the "
-            f"{len(plan)}; get more text, let the run fit it (--fit), lower --num_steps or "
-            "--minutes, or raise --epochs")
+    return sum(1 for _ in shards.batches(paths, c, plan))
 
 
 def try_places(c, saved: dict | None) -> Path | None:

@@ -13,7 +13,7 @@ import torch
 from nanogpt.batches import Batch, inputs_and_targets, micro_sequences, rank_batches
 from nanogpt.gpu import call_directly, to_device
 from nanogpt.past import PreparedBatch
-from nanogpt.planning import check_tokens, fit_to_minutes
+from nanogpt.planning import fit_to_minutes
 from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
 from records import journal
 
@@ -82,13 +82,10 @@ class WarmUp:
         """Under --minutes, after `run`: the configuration with as many steps as there is time for,
         and how many seconds a step takes. The model gets it, too. A collective."""
         seconds = self.seconds_per_step()
-        script = self.script
-        c = fit_to_minutes(
-            self.config, script.SCHEDULES[self.config.schedule], train_paths, seconds)
-        on_all_ranks(check_tokens, c, script.batch_plan(c), train_paths)
+        c = on_all_ranks(fit_to_minutes, self.script, self.config, train_paths, seconds)
         self.model.config = self.model.past.config = c
         # With fewer steps stages may vanish, and rotary tables depend on all windows before.
-        WarmUp(self.model, self.optimizer, script).run()
+        WarmUp(self.model, self.optimizer, self.script).run()
         return c, seconds
 
     def compile_share(self) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SEPARATOR, arguments, check_data, write_shard
+from conftest import SEPARATOR, check_data, write_shard
 
 import train_gpt as t
 from data import shards
@@ -67,16 +67,16 @@ def test_a_batch_is_no_larger_than_the_largest_of_many_shards():
 def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     c = t.parse_config([text, "--minutes=0.1"])
     paths = list(tmp_path.glob("*_train_*"))
-    short = planning.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2)
+    short = planning.fit_to_minutes(t, c, paths, 0.2)
     assert (short.num_steps, short.val_interval) == (30, 3)
     assert short.val_tokens <= short.val_interval * short.batch_tokens, "it trains on more than it validates on"
-    most = planning.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
+    most = planning.fit_to_minutes(t, c, paths, 1e-9)
     assert most.epochs == planning.MOST_EPOCHS["laptop"]
     given = t.parse_config([text, "--minutes=0.1", "--val_interval=7"])
-    assert planning.fit_to_minutes(given, t.SCHEDULES[c.schedule], paths, 0.2).val_interval == 7
+    assert planning.fit_to_minutes(t, given, paths, 0.2).val_interval == 7
     clipped = dataclasses.replace(c, cut_documents=False, epochs=9)
-    assert planning.fit_to_minutes(clipped, t.SCHEDULES[c.schedule], paths, 0.2).epochs == 9, "30 steps may need them"
-    planning.check_tokens(most, t.batch_plan(most), paths)
+    assert planning.fit_to_minutes(t, clipped, paths, 0.2).epochs == 9, "30 steps may need them"
+    check_data(most)
 
 
 @pytest.mark.parametrize("key, most, is_now", [
@@ -89,15 +89,17 @@ def test_of_these_lengths_as_much_as_fits_is_taken_up_to_what_was_given(text, ke
     assert t.parse_config([text, "--micro_tokens=1000"]).seq_len == 896, "it needs less memory, without a calculation"
 
 
-def test_minutes_for_which_the_text_lacks_batches_are_refused_before_the_first_step(tmp_path, capsys):
-    """Without cut_documents only 2,048 tokens of a document are read, here half of all tokens."""
-    for number, name in enumerate(("novel_train_000001", "novel_val_000000")):
-        write_shard(tmp_path / f"{name}.bin", [SEPARATOR, *[number] * 4095] * 4)
-    argv = arguments(data_dir=tmp_path, log_dir=tmp_path, cut_documents=False, minutes=100, target_loss=0)
-    assert t.main([word for word in argv if not word.startswith("--num_steps")]) == 2
-    out, err = capsys.readouterr()
-    assert "steps of the" in err and "lower --num_steps or --minutes" in err and err.count("\n") == 1
-    assert "step:" not in out
+def test_minutes_for_which_the_text_lacks_batches_become_the_steps_that_it_lasts_for(tmp_path):
+    """Without cut_documents each of these documents, of 4,096 tokens, gives one sequence."""
+    write_shard(tmp_path / "novel_train_000001.bin", [SEPARATOR, *[1] * 4095] * 400)
+    sizes = dict(batch_tokens=1024, seq_len=256, micro_tokens=256, val_seq_len=128, val_tokens=128)
+    c = t.Config(data_dir=str(tmp_path), schedule="onepass", minutes=100, **sizes)
+    paths = list(tmp_path.glob("*_train_*"))
+    fitted = planning.fit_to_minutes(t, c, paths, 0.2)
+    assert planning.count_steps(fitted, t.batch_plan(fitted), paths) == fitted.num_steps
+    longer = dataclasses.replace(c, num_steps=fitted.num_steps + 3)
+    assert planning.count_steps(longer, t.batch_plan(longer), paths) < longer.num_steps
+    assert 390 <= sum(t.batch_plan(fitted)) <= 400
 
 
 @pytest.mark.parametrize("tokens, rows, longest, recall", [

@@ -473,6 +473,25 @@ def test_candidates_are_those_of_priority_sampling_over_all_counts_so_far():
         assert found.keys() == by_hand.keys() and found == pytest.approx(by_hand, abs=1e-5) and max(by_hand.values()) > 0.1
 
 
+def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_and_targets_stand_for_themselves():
+    random = torch.Generator().manual_seed(0)
+    p = 1 / (torch.arange(2000) + 5.0)
+    counts = torch.bincount(torch.multinomial(p, 20_000, True, generator=random), minlength=2000).float()
+    targets = torch.multinomial(p, 1000, True, generator=random)
+    counts += torch.bincount(targets, minlength=2000)
+    numbers, sums = (p * torch.randn(2000, generator=random).exp()).double(), []
+    is_target = torch.isin(torch.arange(2000), targets)
+    torch.manual_seed(0)
+    for _ in range(500):
+        chosen, bias, places = (x[0] for x in candidates.choose(600, is_target[None], counts[None], torch.rand(1, 2000)))
+        places = places[targets]
+        assert len(chosen.unique()) == len(bias) == 600 and bias.min() == 0
+        assert torch.equal(chosen[places], targets) and not bias[places].any()
+        sums.append((numbers[chosen] * bias.exp()).sum())
+    error, deviation = torch.stack(sums).mean() - numbers.sum(), torch.stack(sums).std()
+    assert error.abs() < 3 * deviation / 500**0.5
+
+
 @pytest.mark.parametrize("number", [40, 41, 100])  # targets only, one more, many more
 @pytest.mark.parametrize("zeros", [slice(None), slice(100, 101), slice(0, 1)], ids=["all", "a token", "a target"])
 def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros):
