@@ -14,7 +14,8 @@ without. There the parameters are qkvo, mlp and lm_head; `attention` is its step
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
 over the whole vocabulary; and there are no tables, so that `Tables` only adds up the gradients of
 the token embedding's rows. On the way through the model, a part that is off is None (numbers of
-rows, guesses and candidates: an empty tensor), or returns early.
+rows, guesses and candidates: an empty tensor), or returns early. (Hashes of the last tokens are
+made all the same.)
 
 The rest lives in folders: data/ makes and reads shards, records/ writes logs and judges them, and
 nanogpt/ has the tables, what follows from the text alone, kernels, compilation, low precision,
@@ -1651,7 +1652,7 @@ def setting_of(step: int, c: Config) -> Setting:
     now = stage_of(step, c)
 
     # 1. The first stage. Scores begin below 12.8 sqrt(2): the length of a query is sqrt(d), that of
-    # a key at most sqrt(2 d), as its halves come from two tokens (`offset_keys`).
+    # a key at most sqrt(2 d) if its halves come from two tokens (`offset_keys`), else sqrt(d).
     rotating = c.head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 12.8 / c.head_dim

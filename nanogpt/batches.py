@@ -1,7 +1,7 @@
 """The batch of a step, which is cut in three ways. Each rank has an equal part of it. This part is
 cut into micro-batches, on which the rank trains one after the other. And the whole batch is cut
 into groups, each of which has its candidates (candidates.py). A micro-batch is made of whole
-groups, or lies inside one.
+groups, or is a part of one.
 
 `c` is a train_gpt.Config, and a count is a number of sequences, each of c.seq_len tokens.
 """

@@ -35,8 +35,8 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
 
     Returns eight tensors, which are four pairs: for each block of queries the blocks of keys that
     it sees in part, and in full; for each block of keys the blocks of queries that see it in part,
-    and in full. A pair is how many they are, (W, n), and a list of them, (W, n, n), both int32.
-    Only that many entries of a list count. n is the number of blocks."""
+    and in full. A pair is the number of such blocks, (W, n), and a list of them, (W, n, n), both
+    int32. Only that many entries of a list count. n is the number of blocks."""
     first = documents[::BLOCK_SIZE].contiguous()  # (n,) the document of each block's first token
     last = documents[BLOCK_SIZE - 1 :: BLOCK_SIZE].contiguous()  # (n,) and of its last token
     own = torch.arange(len(first), device=documents.device)  # (n,) the number of each block

@@ -4,7 +4,7 @@
 of each step's batch; it follows from the configuration by rules that stand in train_gpt.py.
 
 A run is fitted (`fit`) for somebody who brings any text and should not have to work out the rest.
-(Other runs need a certain amount of text and refuse less.)
+(Other runs refuse a text that is too short.)
 """
 import dataclasses
 import math

@@ -54,7 +54,7 @@ ROWS_AT_A_TIME = 2**20  # of a table, while all of it is brought up to date
 class Tables:
     """In each step these methods are called in this order:
 
-        begin         tells which rows the micro-batches look up, and fetches these
+        begin         takes which rows the micro-batches look up, and fetches their newest values
         add           takes the gradients of these rows after each pass; the last call sends them
         add_embedding adds those of the token embedding to the gradient of the head, as both are one
                       matrix
