@@ -31,8 +31,8 @@ def key(default, meaning: str, choices: tuple[str, ...] = (), least: float | Non
 
 @dataclasses.dataclass
 class RunConfig:
-    """Keys that say where and how a run is made (train_gpt.MAY_CHANGE). Wrong ones raise
-    BadInput."""
+    """Keys that say where and how a run is made. A run that goes on from a save may have others.
+    Wrong ones raise BadInput."""
     device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     attention: str = key(
         "auto", "sdpa, or auto: FlexAttention in compiled runs on a GPU with a head_dim of 16 or "
