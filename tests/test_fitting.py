@@ -14,6 +14,11 @@ from nanogpt import planning
 from nanogpt.ranks import BadInput
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # it would choose another preset
+
+
 @pytest.mark.parametrize("kind, tokens, cuda, preset", [
     ("bytes", 20_000, False, "laptop"), ("bytes", 10**9, False, "laptop"), ("bytes", 20_000, True, "char"),
     ("gpt2", 20_000, True, "small"), ("gpt2", 59_999_999, True, "small"), ("gpt2", 60_000_000, True, "onepass"),
@@ -29,8 +34,7 @@ def text(tmp_path):
     return f"--data_dir={tmp_path}"
 
 
-def test_a_folder_without_a_preset_is_fitted_and_one_with_a_preset_is_not(text, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_folder_without_a_preset_is_fitted_and_one_with_a_preset_is_not(text):
     c = t.parse_config([text])
     assert (c.preset, c.fit, c.target_loss, c.save_checkpoint, c.minutes) == ("laptop", True, 0, "auto", 2)
     assert (c.val_tokens, c.val_seq_len) == (896, 896)
