@@ -137,7 +137,7 @@ def loss_measures(model: Model, tokens: np.ndarray, seq_len: int) -> dict[str, M
     """Loss and bits per byte; units are documents. The token that begins the next document belongs
     to the one that it ends. The name of the loss says of what tokens it is, as losses of tokens of
     two kinds say nothing about each other. As in the trainer's validation, sequences follow each
-    other without gaps, wherever documents begin."""
+    other without gaps, without regard to documents."""
     if model.gpt.lm_head.device.type == "cpu":
         seq_len = min(seq_len, CPU_TOKENS)
     scores = []

@@ -15,7 +15,7 @@ without. There the parameters are qkvo, mlp and lm_head; `attention` is its step
 over the whole vocabulary; and there are no tables, so that `Tables` only adds up the gradients of
 the token embedding's rows. On the way through the model, a part that is off is None (numbers of
 rows, guesses and candidates: an empty tensor), or returns early. (Hashes of the last tokens are
-made all the same.)
+made anyway.)
 
 The rest lives in folders: data/ makes and reads shards, records/ writes logs and judges them, and
 nanogpt/ has the tables, what follows from the text alone, kernels, compilation, low precision,
@@ -99,7 +99,7 @@ class Config(RunConfig):
         False, "choose model, table sizes, lengths and steps by the text and the GPU, without a "
         "target; on if a data_dir but no preset is given")
     cut_documents: bool = key(
-        False, "cut the text into sequences without gaps, wherever documents begin; else each "
+        False, "cut the text into sequences without gaps, without regard to documents; else each "
         "sequence begins with a document")
     longest_document: int = key(
         2048, "tokens that are read of a document; with cut_documents all of them")
@@ -391,7 +391,7 @@ def parse_config(argv: list[str]) -> Config:
 # --------------------------------------------------------------------------------------------------
 # 2. Products
 #
-# Nearly all the work of training is to multiply activations by large matrices. There are five kinds
+# Most arithmetic of training is to multiply activations by large matrices. There are five kinds
 # of these, the "projections": up to four in each layer, and the output head. Each has one product
 # forward and two backward.
 #
@@ -418,7 +418,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm
     "fp8": ("fp8",) * 5,
     "fp8-head": ("bf16", "bf16", "bf16", "bf16", "fp8-static"),
     "fp8-mlp": ("bf16", "bf16", "fp8-static", "fp8-static", "fp8-static"),
-    # The output of attention is the smallest product: FP8 gains nothing there.
+    # `o` is the smallest product: FP8 gains nothing there.
     "fp8-qkv": ("fp8-static", "bf16", "fp8-static", "fp8-static", "fp8-static"),
     "nvfp4": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "bf16"),
 }
@@ -478,8 +478,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # 4. Parameters and layers
 #
-# They get a Reading (nanogpt/past.py), which is what follows from the tokens alone: where documents
-# begin, hashes of n-grams, and guesses.
+# `embed_inputs` gets a Reading (nanogpt/past.py), which is what follows from the tokens alone:
+# where documents begin, hashes of n-grams, and guesses.
 
 # Learned factors of the parts of a layer, and their initial values. Those of the stream are
 # logarithms. With x the residual stream, a layer computes in effect (`amounts_of` says how)
@@ -512,8 +512,8 @@ def amounts_of(scalars: Tensor) -> Amounts:
 
     Suppose that the stream begins with x, and that there are two factors f and g. After them it is
     g (f x + a) + b = f g x + g a + b. So the model multiplies each part, when it adds it, by all
-    factors that come later, and never the stream itself. That would take a pass over the stream,
-    and the gradient of the factor another one.
+    factors that come later, and never the stream itself, which would take a pass over the stream,
+    and another one for the gradient of the factor.
 
     The last stream is the same as with multiplications. Earlier ones are already multiplied by all
     later factors. Attention and MLPs normalise what they read, so for them this makes no
@@ -541,7 +541,7 @@ class Param(NamedTuple):
     # mean square of the updates). Tables have no mean.
     betas: tuple[float, float] = (0.9, 0.99)
     # Which share of it a rank updates: "slice", "columns" of a table, or "all", for small ones,
-    # which the model has in float32, too (section 8)
+    # which are in float32 in the model itself (section 8)
     share: str = "slice"
     matrix_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
 
@@ -565,7 +565,7 @@ def constants(*numbers: float) -> Callable[[Tensor], None]:
 
 def parameter_table(c: Config) -> dict[str, Param]:
     """All parameters. The optimizer updates the tables first, then matrices and head in the order
-    of the table below, and last the small banks. While a GPU updates one of them, gradients of the
+    of `params` below, and last the small banks. While a GPU updates one of them, gradients of the
     next ones and new weights travel. Another order may take more time, and draws other initial
     weights from a seed. So a new parameter is best added at the end."""
     L = c.num_layers
@@ -701,8 +701,8 @@ def mix_in_previous(x: Tensor, is_own: Tensor, begins: Tensor | None) -> Tensor:
 
 
 def input_of(x: Tensor, context: LayerContext) -> Tensor:
-    """The stream x (T, D) -> what attention or the MLP reads of it: its norm, in which the last
-    quarter of the channels is the previous token's (in the manner of RWKV, Bo Peng et al. 2023)."""
+    """The stream x (T, D) -> what attention or the MLP reads of it: normalised, with the last
+    quarter of the channels from the previous token (as in RWKV, Bo Peng et al. 2023)."""
     D = x.size(1)
     is_own = torch.arange(D, device=x.device) < D - D // 4
     return mix_in_previous(norm(x), is_own, context.begins)
@@ -805,7 +805,7 @@ def embed_inputs(
     guesses = []
     one_hots = []
     for token, length in reading.matches():
-        # The embedding gets no gradient here: that takes one more pass over it, for no gain.
+        # A gradient of the embedding here would take one more pass over it, for no gain.
         guesses.append(norm(F.embedding(token, embedding.detach())) * (length > 0)[:, None])
         one_hots.append(F.one_hot(length, len(length_vectors)))
     if one_hots:
@@ -1651,7 +1651,7 @@ def setting_of(step: int, c: Config) -> Setting:
     scores follow by YaRN (Bowen Peng et al. 2023; record 31)."""
     now = stage_of(step, c)
 
-    # 1. The first stage. Scores begin below 12.8 sqrt(2): the length of a query is sqrt(d), that of
+    # 1. The first stage. Scores stay below 12.8 sqrt(2): the length of a query is sqrt(d), that of
     # a key at most sqrt(2 d) if its halves come from two tokens (`offset_keys`), else sqrt(d).
     rotating = c.head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]

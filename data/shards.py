@@ -177,7 +177,7 @@ def ahead(items: Iterator) -> Iterator:
 #     sequences    |AAAABBBBBBCC| |DDDDDDEEFFFF| ...                12 tokens long
 #
 # A small corpus has no tokens to lose. There `cut_documents` asks for the plain alternative: a
-# shard is cut into sequences without gaps, wherever documents begin. They are taken in random
+# shard is cut into sequences without gaps, without regard to documents. They are taken in random
 # order: in that of the text, the model would adapt to what it has just read (records/TRIED.md).
 #
 # In what follows `c` is train_gpt.Config, which says what its keys mean.

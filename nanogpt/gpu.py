@@ -41,8 +41,8 @@ def set_up_compiler() -> None:
     # Otherwise PyTorch compiles several variants of most elementwise kernels, and times them. That
     # takes a fifth of a first start, and makes no step shorter (records/long_runs.md).
     torch._inductor.config.triton.autotune_pointwise = False
-    # The processes in which PyTorch compiles kernels read the tag from the environment. Without it
-    # a new run would not find which variants of these were the fastest, and would time all again.
+    # The processes in which PyTorch compiles kernels read the tag from the environment. Otherwise
+    # a new run would not know which variants of kernels were the fastest, and would time all again.
     tag = operators_hash()
     torch.compiler.config.cache_key_tag = tag
     os.environ["TORCH_COMPILE_CACHE_KEY_TAG"] = tag
@@ -99,7 +99,7 @@ def caller(as_graphs: bool, parameters: Iterable[Tensor] = ()) -> Callable:
 class CudaGraphs:
     """Calls functions on the GPU as CUDA graphs. To start a kernel costs the CPU some microseconds.
     A forward and backward pass of `speedrun` starts about 500, for which the CPU may need longer
-    than the GPU has to work. A CUDA graph is a recording of all of them that is started at once.
+    than the GPU has to work. A CUDA graph is a recording of all of them, started by one call.
 
     A graph does the same work on the same memory every time. So inputs are copied to where it reads
     them, and what depends on anything else needs a graph of its own. Gradients are such a case: the
@@ -142,7 +142,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         inputs = [x.clone() for x in tensors]
         # Kernels of a graph keep the priority of the stream that they were recorded on. CUDA's
-        # default stream cannot be recorded: None takes another. "thread_local": meanwhile another
+        # default stream cannot be recorded; `None` means another. "thread_local": meanwhile another
         # thread may allocate memory.
         stream = torch.cuda.current_stream()
         if stream == torch.cuda.default_stream():

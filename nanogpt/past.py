@@ -4,7 +4,7 @@ that followed when the same last tokens stood earlier in this document (the indu
 they were read in an earlier step of training (the recalled token). Tokens count as the same if
 they differ only in case, accents, or a space before (data/spellings.py).
 
-Texts repeat themselves, so such a guess is often right. Attention can learn to find the first one
+Texts repeat themselves, so such a guess is often right. Attention can learn to find induced tokens
 ("induction heads", Olsson et al. 2022), but only inside its window; and a weight learns from a
 single reading only a little. So the model gets both as inputs (after Akyürek et al. 2024 and
 Khandelwal et al. 2020).
@@ -87,7 +87,7 @@ class PreparedBatch(NamedTuple):
 
 def copied(tensors: NamedTuple) -> NamedTuple:
     """A copy of each tensor. Parts of a batch must be copies, because compiled graphs depend on
-    where in its memory a tensor begins, and on how far its rows are apart."""
+    the offset of a tensor in its memory, and on its strides."""
     return tensors._make(x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
 
@@ -168,8 +168,8 @@ class Past:
     def prepare(self, batch: Batch, step: int = 0,
                 call: Callable | None = None) -> PreparedBatch:
         """Makes the batch of a step ready. `call` runs `read_batch`, hundreds of small kernels: by
-        default as a CUDA graph, if the run is compiled for a GPU. (Batches of as many sequences are
-        cut alike, so they share a graph.)
+        default as a CUDA graph, if the run is compiled for a GPU. (Batches of one size are cut
+        alike, so they share a graph.)
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
         holds batch n until the next one is made, and two callers take turns, as a CUDA graph
@@ -304,11 +304,11 @@ def induced_tokens(tokens: Tensor, begins: Tensor, last: Tensor) -> tuple[Tensor
 #
 #   0 | 15 check bits | the next token, 16 bits
 #
-# A step first sets the places that it will write to 0. Then of all its entries for one place, also
-# of one n-gram, the largest one stays. So entries of this step replace older ones, and within a
-# step the result does not depend on the order in which the GPU or several ranks write. Different
-# n-grams share places. The check bits are from the hash of the last two tokens: if they are the
-# same, the entry nearly always is of this n-gram.
+# A step first sets the places that it will write to 0. Then of its entries for one place, even
+# those of one n-gram, the largest number stays. So entries of this step replace older ones, and
+# within a step the result does not depend on the order in which the GPU or several ranks write.
+# Different n-grams share places. The check bits are from the hash of the last two tokens: if they
+# are the same, the entry nearly always is of this n-gram.
 CHECK_BITS = 0x7FFF
 
 

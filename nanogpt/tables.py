@@ -76,7 +76,7 @@ class Tables:
         """Makes ready for the next step. A step that was begun but not finished is forgotten."""
         self.last_call = "finish"  # of the methods above
         self.lookups = []  # of each micro-batch, its Reading.rows()
-        self.used = {}  # UsedRows for each list of these
+        self.used = {}  # UsedRows by the keys of these
         # Sums of gradients over this rank's lookups: (ranks, its rows, own_width) of each table,
         # and with the name lm_head (1, its rows, width) of the token embedding.
         self.local_sums = {}
@@ -167,7 +167,7 @@ class Tables:
             # Which of this rank's used rows each lookup is, (lookups,).
             places = {at: torch.searchsorted(self.used[at].of_this_rank, rows)
                       for at, rows in self.lookups[i].items()}
-        self.side_stream.meet()  # it waits for this pass, and the next pass for what it has begun
+        self.side_stream.meet()  # it waits for this pass, and the next pass for its work so far
         is_last = i == len(self.lookups) - 1
         with self.side_stream.on():
             for name, table in self.tables.items():
@@ -265,8 +265,8 @@ class Tables:
 # The kernels
 #
 # Each passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
-# passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines. (A
-# line is a row of any matrix, while "row" means one of a table.)
+# passes. Each program (kernels.py) takes 1024 numbers: a part of one line, or several short lines.
+# (A line is a row of any matrix, while "row" means one of a table.)
 
 NUMBERS_PER_PROGRAM = 1024
 

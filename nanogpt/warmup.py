@@ -1,6 +1,6 @@
 """Before the clock starts, everything that a run will need is compiled and run once.
 
-None of it counts as training, so it reads no training data: it works on random documents. The
+None of it counts as training, so no step reads training data: all work on random documents. The
 weights change meanwhile; the trainer draws them anew afterwards.
 """
 from collections.abc import Callable
@@ -107,7 +107,7 @@ class WarmUp:
         return next(rank_batches([tokens.reshape(-1, c.seq_len + 1)], c, self.model.device))
 
     def read(self, batch: Batch, call: Callable | None = None) -> PreparedBatch:
-        self.model.past.reset(self.config.seed)  # as the batch before may not be remembered
+        self.model.past.reset(self.config.seed)  # maybe the last batch was not remembered
         self.model.past.meet()
         return self.model.past.prepare(batch, call=call)
 
