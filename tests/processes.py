@@ -17,7 +17,9 @@ from pathlib import Path
 from subprocess import STDOUT, CompletedProcess
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+# They see no GPU, also where there are some: even for a backward pass on the CPU PyTorch would start CUDA on each one. That
+# takes time, and ends a process that was forked from one in which CUDA had been started.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch"])

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import optimizer_of, read, used_rows
+from processes import ENVIRONMENT
 from test_kernels import normal
 from torch import multiprocessing
 
@@ -516,7 +517,7 @@ def work(rank, world_size, folder):
 def worlds(tmp_path_factory):
     """World size -> results of its ranks after six steps, made by the last lines of this file."""
     folder = tmp_path_factory.mktemp("worlds")
-    run = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert run.returncode == 0, run.stderr
     return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 2, 3, 4)}
 

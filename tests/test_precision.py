@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import arguments, distance, normal, read, training_loss, untrained, used_rows
+from processes import ENVIRONMENT
 from test_kernels import GRID, nearest
 from test_recipes import make_products
 from torch import multiprocessing
@@ -542,7 +543,7 @@ def work(rank, world_size, folder):
 def worlds(tmp_path_factory):
     """Number of ranks -> what each had after one step, made by the last lines of this file."""
     folder = tmp_path_factory.mktemp("worlds")
-    run = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert run.returncode == 0, run.stderr
     return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 4)}
 
