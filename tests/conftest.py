@@ -27,6 +27,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 import pytest
 import torch
 
+import sample
 import train_gpt as t
 from nanogpt import checkpoints, planning
 from nanogpt.candidates import Targets
@@ -87,6 +88,14 @@ def corpus(tmp_path_factory):
 def place_of_processes():
     """Where processes.py has its sockets: chosen before a test changes where temporary files are."""
     multiprocessing.util.get_temp_dir()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """As on a machine without a GPU, for what is chosen by the machine: preset, tokens, and where sample.py and evaluate.py
+    compute."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sample, "DEVICES", ["cpu"])
 
 
 @pytest.fixture

@@ -486,7 +486,7 @@ def test_a_file_that_is_no_checkpoint_or_fits_no_model_says_what_it_is(stopped, 
     for file, length, part in cases:
         if length is not None:
             os.truncate(file, length)
-        assert end_in_order("sample.py", sample.work, [str(file), "text"]) == 2
+        assert end_in_order("sample.py", sample.work, [str(file), "text", "--device=cpu"]) == 2
         out, err = capfd.readouterr()
         assert out == "" and err.count("\n") == 1 and err.startswith(f"sample.py: {part.format(file)}"), err
 

@@ -489,7 +489,7 @@ def test_validation_takes_whole_documents_unless_that_is_far_too_much(lengths, v
 
 @pytest.mark.parametrize("first, second", [
     (["--key=text"], ["--key=body"]), (["--split=cat"], ["--split=mat"]), (["--tokens=gpt2"], ["--bytes"])], ids=str)
-def test_a_corpus_that_was_made_with_another_option_is_not_used_again(tmp_path, data, gpt2, first, second):
+def test_a_corpus_that_was_made_with_another_option_is_not_used_again(tmp_path, data, gpt2, no_gpu, first, second):
     lines = "".join(json.dumps(dict(text=text, body=text.upper())) + "\n" for text in STORIES)
     source = write(tmp_path / "a.jsonl", lines)
     for options, folders in ((first, 1), (second, 2), (first, 2), (second, 2)):

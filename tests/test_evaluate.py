@@ -21,6 +21,7 @@ from data import hellaswag
 from nanogpt import checkpoints
 from records.console import end_in_order
 
+pytestmark = pytest.mark.usefixtures("no_gpu")  # on which the models would compute
 BOS = 271
 
 

@@ -13,10 +13,7 @@ from data import shards
 from nanogpt import planning
 from nanogpt.ranks import BadInput
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # it would choose another preset
+pytestmark = pytest.mark.usefixtures("no_gpu")  # which would choose another preset
 
 
 @pytest.mark.parametrize("kind, tokens, cuda, preset", [

@@ -15,7 +15,8 @@ import train_gpt as t
 from nanogpt.ranks import BadInput
 from records.console import end_in_order
 
-SPEAK = [sys.executable, str(ROOT / "sample.py")]
+pytestmark = pytest.mark.usefixtures("no_gpu")
+SPEAK = [sys.executable, str(ROOT / "sample.py"), "--device=cpu"]
 
 
 def generator(seed=0):
@@ -181,7 +182,7 @@ def test_a_closed_pipe_and_control_c_end_it_quietly_and_a_full_disk_with_a_sente
         with open("/dev/full", "w") as full:
             run = subprocess.run([*SPEAK, str(checkpoint), "Once"], stdout=full, stderr=subprocess.PIPE, timeout=120)
         assert run.returncode == 2 and run.stderr.count(b"\n") == 1 and run.stderr.startswith(b"sample.py: ")
-    process = Process("sample.py", checkpoint, "Once", "--sample_tokens=4000")
+    process = Process("sample.py", checkpoint, "Once", "--device=cpu", "--sample_tokens=4000")
     process.wait_for("Once")
     process.send_signal(signal.SIGINT)
     assert process.wait() == -signal.SIGINT and process.err() == ""
