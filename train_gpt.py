@@ -137,8 +137,9 @@ class Config(RunConfig):
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(3800, "optimizer steps")
     minutes: float = key(
-        0.0, "training time: after the warm-up, as many steps are chosen as it has room for; 0: "
-        "num_steps (if neither is given, --fit takes two minutes with laptop, char and small)")
+        0.0, "training time: after the warm-up, as many steps are chosen as it has room for and "
+        "the text lasts for; 0: num_steps (if neither is given, --fit takes two minutes with "
+        "laptop, char and small)")
     batch_tokens: int = key(
         262_144, "tokens of a full batch, over all GPUs; SCHEDULES gives each stage a part of it")
     seq_len: int = key(
