@@ -187,6 +187,7 @@ def fit_to_minutes(script, c, paths: list[Path], seconds: float):
         steps.pop("epochs")  # how often the text is read cannot be told, so c.epochs stays
     c = dataclasses.replace(c, **steps)
     # Without cut_documents the ends of long documents are left out, so the text may last for less.
+    # (For one step it lasts, as `check_data` has found.)
     plan = script.batch_plan(c)
     while len(plan) > 1 and (lasts_for := count_steps(c, plan, paths)) < len(plan):
         part = sum(plan[:lasts_for]) / sum(plan)
