@@ -32,7 +32,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from glob import glob
 from typing import NamedTuple
 
 if __name__ == "__main__":
@@ -193,7 +193,7 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
     config = models[0].gpt.config
     if options.text is not None:
         config = dataclasses.replace(config, data_dir=options.text)
-    has_shards = any(Path(config.data_dir).glob(config.val_files))
+    has_shards = bool(glob(config.val_files, root_dir=config.data_dir))
     require(has_shards or options.text is not None,
             f"there are no validation shards in {os.path.abspath(config.data_dir)}; start this "
             f"where {models[0].path} was trained, or name a text with --text")

@@ -135,7 +135,7 @@ class Config(RunConfig):
         "onepass")
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
-    num_steps: int = key(3800, "optimizer steps")
+    num_steps: int = key(3800, "optimizer steps", most=10_000_000)
     minutes: float = key(
         0.0, "training time: after the warm-up, as many steps are chosen as it has room for and "
         "the text lasts for; 0: num_steps (if neither is given, --fit takes two minutes with "
@@ -542,7 +542,7 @@ class Param(NamedTuple):
     # mean square of the updates). Tables have no mean.
     betas: tuple[float, float] = (0.9, 0.99)
     # Which share of it a rank updates: "slice", "columns" of a table, or "all", for small ones,
-    # which are in float32 in the model itself (section 8)
+    # which are in float32 or wider in the model itself (section 8)
     share: str = "slice"
     matrix_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
 
@@ -1216,9 +1216,9 @@ class FP8HeadLoss(torch.autograd.Function):
 # --------------------------------------------------------------------------------------------------
 # 8. The optimizers: Muon for matrices, Adam for the head and small banks, each rank its share
 #
-# Every rank computes with a copy of all large weights in the model's dtype. Their float32
-# originals ("masters") and the state of their optimizers exist only once, shared out over the
-# ranks. Small banks are whole on every rank, in float32, and tables have no originals.
+# Every rank computes with a copy of all large weights in the model's dtype. Their originals
+# ("masters", in float32 or wider) and the state of their optimizers exist only once, shared out
+# over the ranks. Small banks are whole on every rank, and as wide. Tables have no originals.
 #
 # A step has three phases. First gradients are summed over the ranks: `Tables.add` begins the sums
 # of rows, `Optimizer.step` that of the head, and `Optimizer.start_sums` all others. Then each rank
@@ -1514,8 +1514,7 @@ class Optimizer:
         self.start_head_sum()
         head_waits = self.first_head_gradient is not None  # for the gradient of the next step
         # A recipe may leave out a step whose gradients are not finite.
-        if not self.hooks.gradients_are_finite(
-                lambda: [*self.tables.gradients(), *self.slices.all_sums()]):
+        if not self.hooks.keeps_step(lambda: [*self.tables.gradients(), *self.slices.all_sums()]):
             self.tables.reset()
             self.slices.sums.clear()
             self.first_head_gradient = None
@@ -1676,8 +1675,8 @@ def rescaled(frequency: float, old: int, new: int) -> float:
     to `new` blocks. One that turns less than once in the old window is multiplied by old / new, one
     that turns at least 32 times stays as it is, and those between are interpolated."""
     turns = BLOCK_SIZE * old * frequency / (2 * math.pi)
-    stays = min(max((turns - 1) / 31, 0), 1)
-    return frequency * (old / new + stays * (1 - old / new))
+    kept_part = min(max((turns - 1) / 31, 0), 1)
+    return frequency * (old / new + kept_part * (1 - old / new))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1892,7 +1891,9 @@ class Run:
         (`Requests`). A collective."""
         # No stop before the first step, as there would be nothing to keep.
         self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due())
-        if self.optimizer.first_head_gradient is not None:  # which a save does not hold
+        # Not between the two steps of an update of the head: a save does not hold the gradient of
+        # the first one. What was asked for is done a step later.
+        if self.optimizer.first_head_gradient is not None:
             return
         if any(self.requests.granted):
             self.read_messages()  # of all steps so far, which a save holds
@@ -1951,7 +1952,10 @@ def train(c: Config, at_end: ExitStack) -> int:
     log.show("compiling ..." if c.compile else "warming up ...")
 
     def tell_of_compilation(what: str, seconds: float) -> None:
-        fact = "compile" if clock.now() == 0 else "defect"  # once the clock runs it costs time
+        fact = "compile"
+        if clock.now() > 0:
+            fact = "defect"
+            what += " was compiled while the clock ran"
         after = round(time.perf_counter() - LAUNCHED, 1)
         log.fact(fact, dict(what=what, seconds=round(seconds, 2), after_launch_s=after))
 

@@ -186,7 +186,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="use the English that Python itself brings along")
     add("--out", help="folder for the shards; default data/NAME of the first INPUT")
     add("--tokens", choices=["gpt2", "bytes"],
-        help="bytes: a token per byte (ids 0-255); default: gpt2 if there is a GPU, else bytes")
+        help="bytes: a token per byte (ids 0-255), as always with --python-docs; default: gpt2 if "
+        "there is a GPU, else bytes")
     add("--bytes", action="store_const", const="bytes", dest="tokens",
         help="short for --tokens=bytes")
     texts.add_options(parser)

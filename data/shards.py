@@ -55,8 +55,11 @@ def write_shard(path: Path, documents: Sequence[np.ndarray]) -> None:
         tokens = np.r_[SEPARATOR, np.fromfile("train.bin", dtype="<u2")]
         write_shard("own_train_000001.bin", [tokens])
     """
+    num_tokens = sum(map(len, documents))
+    require(num_tokens < 2**31, f"{path} would have {num_tokens:,} tokens, and a shard has at most "
+            f"{2**31 - 1:,}; write several, of a part of the text each")
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    header[:3] = MAGIC, VERSION, sum(map(len, documents))
+    header[:3] = MAGIC, VERSION, num_tokens
     with open(path, "wb") as file:
         file.write(header.tobytes())
         for document in documents:

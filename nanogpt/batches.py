@@ -3,7 +3,8 @@ cut into micro-batches, on which the rank trains one after the other. And the wh
 into groups, each of which has its candidates (candidates.py). A micro-batch is made of whole
 groups, or is a part of one.
 
-`c` is a train_gpt.Config, and a count is a number of sequences, each of c.seq_len tokens.
+`c` is a train_gpt.Config. `per_rank` is how many sequences of a batch each rank has, and a sequence
+has c.seq_len tokens.
 """
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -28,19 +29,19 @@ def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
 
 
-def group_sequences(count: int, c) -> int:
-    """How many sequences a group has, if each rank has `count` of a batch."""
-    whole = count * rank_and_world_size()[1]
+def group_sequences(per_rank: int, c) -> int:
+    """How many sequences a group has."""
+    whole = per_rank * rank_and_world_size()[1]
     return min(max(1, GROUP_TOKENS // c.seq_len), whole)
 
 
-def micro_sequences(count: int, c) -> int:
-    """How many of a rank's `count` sequences a micro-batch has: the largest number that
-    --micro_tokens allows, that divides `count`, and that makes it whole groups or a part of one."""
-    most = min(c.micro_tokens // c.seq_len, count)
-    in_group = group_sequences(count, c)
+def micro_sequences(per_rank: int, c) -> int:
+    """How many of a rank's sequences a micro-batch has: the largest number that --micro_tokens
+    allows, that divides `per_rank`, and that makes it whole groups or a part of one."""
+    most = min(c.micro_tokens // c.seq_len, per_rank)
+    in_group = group_sequences(per_rank, c)
     return max(n for n in range(1, most + 1)
-               if count % n == 0 and (n % in_group == 0 or in_group % n == 0))
+               if per_rank % n == 0 and (n % in_group == 0 or in_group % n == 0))
 
 
 def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Iterator[Batch]:
@@ -51,8 +52,8 @@ def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Itera
         sequences = torch.from_numpy(array)
         if device.type == "cuda":
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
-        count = len(sequences) // world_size
-        in_micro_batch = micro_sequences(count, c)
-        micro_batches = [slice(begin, begin + in_micro_batch)
-                         for begin in range(rank * count, (rank + 1) * count, in_micro_batch)]
-        yield Batch(sequences, micro_batches, group_sequences(count, c))
+        per_rank = len(sequences) // world_size
+        in_micro_batch = micro_sequences(per_rank, c)
+        begins = range(rank * per_rank, (rank + 1) * per_rank, in_micro_batch)
+        micro_batches = [slice(begin, begin + in_micro_batch) for begin in begins]
+        yield Batch(sequences, micro_batches, group_sequences(per_rank, c))

@@ -126,7 +126,9 @@ def load_model(path: str | Path, device: torch.device | str, script):
     model = script.GPT(c, device)
     try:
         model.load_state_dict(weights)
-    except RuntimeError:
+    except RuntimeError as error:
+        if faults.sentence_of(error):  # too little memory
+            raise
         raise BadInput(f"{path} does not fit this code; use the code of its run, which the log "
                        f"{about.get('run_id', 'RUN_ID')}.txt holds") from None
     model.trained_steps = about["step"]
@@ -230,6 +232,8 @@ def restore(path: str, saved: dict, optimizer) -> None:
                 whole = optimizer.own_part(bank, padded)
             tensor.copy_(whole)
     except (SafetensorError, RuntimeError) as error:
+        if faults.sentence_of(error):  # too little memory
+            raise
         raise BadInput(f"{path} was written by other code ({error}); go on with the code that is "
                        f"in its run's log, or {ANEW}") from None
     optimizer.updates = facts["updates"]

@@ -39,7 +39,8 @@ class RunConfig:
         "more, else sdpa",
         choices=("auto", "sdpa"))
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
-    join_timeout: float = key(10.0, "minutes that a process waits for the others at the start")
+    join_timeout: float = key(
+        10.0, "minutes that a process waits for the others at the start", most=100_000)
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved; --resume alone: the newest one in log_dir or "
         "below. Without any save a new run begins")
@@ -81,10 +82,12 @@ def check(c, script) -> None:
             "--sample needs kept weights: give --save_checkpoint=auto, too, or --sample= for none")
     _ = c.layers_with_values, c.recall_lengths  # to read these raises BadInput if they are wrong
     # Lengths are whole blocks of attention, or whole sequences. A head is cut into quarters.
-    for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
-                       ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
+    for name, unit, what in (
+            ("seq_len", BLOCK_SIZE, ""), ("val_seq_len", BLOCK_SIZE, ""), ("head_dim", 4, ""),
+            ("batch_tokens", c.seq_len, ", which is --seq_len"),
+            ("val_tokens", c.val_seq_len, ", which is --val_seq_len")):
         value = getattr(c, name)
-        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
+        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}{what}")
     require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
             f"{c.seq_len}, the tokens of a sequence")
     of_heads = c.num_heads * c.head_dim
@@ -112,7 +115,7 @@ def numbers_among(option: str, text: str, possible: tuple[int, ...]) -> tuple[in
     if chosen is None:
         numbers = {number.strip() for number in text.split(",")}
         chosen = tuple(number for number in possible if str(number) in numbers)
-        require(len(chosen) == len(numbers), f"--{option}={text} must be all, none, or some of "
+        require(len(chosen) == len(numbers), f"--{option}={text} must be all, or some of "
                 f"{','.join(map(str, possible))}")
     return chosen
 
@@ -137,11 +140,16 @@ def preset_of(values: dict) -> str:
 def parse(script, argv: list[str]) -> dict:
     """The values that argv names, by their keys. Raises BadInput on an unknown key, on a value of
     another type, and if both --minutes and --num_steps are given."""
-    values = vars(parser_of(script, preset_of({})).parse_args(argv))
+    values, others = parser_of(script, preset_of({})).parse_known_args(argv)
+    is_option = all(other.startswith("-") for other in others)
+    advice = "--help lists all options" if is_option else "a text is for ./run.sh or prepare.py"
+    require(not others, f"unrecognized arguments: {' '.join(others)} ({advice})")
+    values = vars(values)
     require(not (values.get("minutes") and "num_steps" in values),
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
     if values.pop("help", False):
-        configure(script, preset_of(values), values)  # run.sh finds values out of range by this
+        # For its BadInput only: run.sh finds values that are out of range by --help.
+        configure(script, preset_of(values), values)
         parser_of(script, preset_of(values)).print_help()
         raise SystemExit(0)
     return values

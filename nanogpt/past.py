@@ -78,6 +78,7 @@ class PreparedBatch(NamedTuple):
         reading, _ = self.micro_batches[0]
         used = {}
         for at, rows, ends in zip(reading.rows(), self.rows, self.ends.tolist()):
+            # One list after the other: of all ranks, of each rank, and padding.
             of_all, *of_each, _ = rows.tensor_split(ends)
             of_ranks = rows[ends[0] : ends[-1]]
             counts = [len(x) for x in of_each]

@@ -77,8 +77,8 @@ def preset_for(kind: str, tokens: int, cuda: bool) -> str:
 
 def fit(script, given: dict, cuda: bool):
     """The configuration for a text: the preset that suits it, or the given one, with lengths and
-    steps that the text has room for. What is given stays, but lengths that are given are upper
-    bounds. Raises BadInput if the text is too short or cannot be read."""
+    steps that the text has room for. What is given stays, but lengths that are given become smaller
+    where the text is short. Raises BadInput if the text is too short or cannot be read."""
     named = configure(script, preset_of(given), given)  # where its text is
     paths = shards.find_shards(named, "train")
     train = tuple(map(shards.count_tokens, paths))  # tokens of each shard
@@ -98,7 +98,10 @@ def fit(script, given: dict, cuda: bool):
         if preset in MOST_EPOCHS and "minutes" not in given:
             c = dataclasses.replace(c, minutes=MINUTES)
     steps = steps_that_fit(c, stages, train, wanted, given.get("epochs", most_epochs))
-    return dataclasses.replace(c, **steps | stays)
+    c = dataclasses.replace(c, **steps | stays)
+    if "num_steps" in given or c.minutes:  # for --minutes the steps are chosen later
+        return c
+    return ended_with_the_text(script, c, paths)
 
 
 def tables_that_fit(c, tokens: int, cuda: bool) -> dict[str, int]:
@@ -121,8 +124,8 @@ def tables_that_fit(c, tokens: int, cuda: bool) -> dict[str, int]:
 def lengths_that_fit(c, stages: list, train: tuple[int, ...], val: int) -> dict[str, int]:
     """The lengths of sequences, batches and validation, in tokens, for a text with so many tokens:
     `train` are those of each training shard, `val` those of all validation shards. None exceeds
-    that of the configuration, but a batch has a sequence for each process at least. Raises BadInput
-    if the text is too short."""
+    that of the configuration, but each is a block at least, and a batch has a sequence for each
+    process. Raises BadInput if the text is too short."""
     # 1. Each process has a sequence of each batch, and a stage may have a part of a full batch.
     smallest_part = min(stage.batch_part for stage in stages)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -154,7 +157,8 @@ def whole_blocks(tokens: int) -> int:
 def steps_that_fit(c, stages: list, shard_tokens: tuple[int, ...], wanted: float,
                    most_epochs: float) -> dict[str, int]:
     """As many steps as are wanted, but no more than `most_epochs` readings of the training shards
-    give. `epochs` in the result is the number of readings that these steps take."""
+    give, if nothing of long documents is left out. `epochs` in the result is the number of readings
+    that these steps take."""
     # A batch lies within one shard, so at the end of each up to one sequence less than a batch is
     # not read. This counts on the worst case.
     per_batch = c.batch_tokens // c.seq_len
@@ -182,12 +186,16 @@ def fit_to_minutes(script, c, paths: list[Path], seconds: float):
         c, script.SCHEDULES[c.schedule], tuple(map(shards.count_tokens, paths)),
         60 * c.minutes / seconds, c.epochs)
     if not c.fit or c.val_interval != validation_interval(c, c.num_steps):
-        steps.pop("val_interval")  # it is the preset's own, or was given
+        steps.pop("val_interval")  # `fit` would not have chosen it: it is a preset's, or was given
     if not c.cut_documents:
         steps.pop("epochs")  # how often the text is read cannot be told, so c.epochs stays
-    c = dataclasses.replace(c, **steps)
-    # Without cut_documents the ends of long documents are left out, so the text may last for less.
-    # (For one step it lasts, as `check_data` has found.)
+    return ended_with_the_text(script, dataclasses.replace(c, **steps), paths)
+
+
+def ended_with_the_text(script, c, paths: list[Path]):
+    """The configuration with fewer steps where the training shards at these paths do not last for
+    all of them, but one at least. Without cut_documents the ends of long documents are left out,
+    which `steps_that_fit` does not know."""
     plan = script.batch_plan(c)
     while len(plan) > 1 and (lasts_for := count_steps(c, plan, paths)) < len(plan):
         part = sum(plan[:lasts_for]) / sum(plan)

@@ -73,8 +73,8 @@ class Stop:
             say("stopping within a few steps, or at the end of the run; the next Ctrl-C ends it at "
                 "once, and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
-        of_second = {signal.SIGINT, signal.SIGTERM} if number == signal.SIGINT else {signal.SIGINT}
-        self.end_at_once(of_second & {*self.numbers})
+        end_next = {signal.SIGINT, signal.SIGTERM} if number == signal.SIGINT else {signal.SIGINT}
+        self.end_at_once(end_next & {*self.numbers})
 
 
 def say(sentence: str) -> None:

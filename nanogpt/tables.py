@@ -160,7 +160,8 @@ class Tables:
         """Adds the gradients (lookups, width) of the rows that micro-batch i has looked up, for
         each table, and under the name lm_head for the token embedding. A collective, with the
         last micro-batch."""
-        self.take_turn(f"add {i}", after=f"add {i - 1}" if i else "begin")
+        is_last = i == len(self.lookups) - 1
+        self.take_turn("add" if is_last else f"add {i}", after=f"add {i - 1}" if i else "begin")
         with self.side_stream.on():  # beside the pass
             if i == 0:
                 self.make_room(gradients)
@@ -168,7 +169,6 @@ class Tables:
             places = {at: torch.searchsorted(self.used[at].of_this_rank, rows)
                       for at, rows in self.lookups[i].items()}
         self.side_stream.meet()  # it waits for this pass, and the next pass for its work so far
-        is_last = i == len(self.lookups) - 1
         with self.side_stream.on():
             for name, table in self.tables.items():
                 sum_rows(self.local_sums[name], places[table.looked_up_at], gradients[name])
@@ -177,9 +177,7 @@ class Tables:
             sum_rows(self.local_sums["lm_head"], places["tokens"], gradients["lm_head"])
         for gradient in gradients.values():
             self.side_stream.keep(gradient)
-        if is_last:
-            self.last_call = "add"  # the last one, so `add_embedding` may follow
-        elif i > 0:
+        if 0 < i and not is_last:
             # The first pass is a CUDA graph of its own, and later passes leave its results alone
             # (CudaGraphs). But all later ones are one graph, which writes its gradients to the same
             # place each time. So the next pass waits until these are added up.

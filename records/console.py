@@ -55,9 +55,9 @@ def end_in_order(program: str, work: Callable[[list[str]], int | None], argv: li
     return 2
 
 
-def curve(losses: list[float], columns: int = 60) -> str:
-    """Losses as a row of bars: each is as high as the mean of its part of the run."""
-    means = [part.mean() for part in np.array_split(losses, min(columns, len(losses)))]
+def curve(losses: list[float]) -> str:
+    """Losses as a row of up to 60 bars: each is as high as the mean of its part of the run."""
+    means = [part.mean() for part in np.array_split(losses, min(60, len(losses)))]
     heights = np.interp(means, (min(means), max(means)), (0, len(BARS) - 1)).round()
     return "".join(BARS[int(height)] for height in heights)
 

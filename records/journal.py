@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import uuid
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from tqdm import tqdm
 
 from data import require
 from nanogpt.gpu import mark
+from nanogpt.kernels import triton
 from nanogpt.ranks import all_ranks, is_rank_0
 from records.console import ROOT, complain, discard_output
 from records.log import RULE, sha256
@@ -152,7 +152,7 @@ class Log:
         is called like __exit__ of a context manager."""
         self.close_bar()
         if error is not None:
-            self.fact("note", f"ended early: {error or kind.__name__}".partition("\n")[0])
+            self.fact("note", f"ended early: {str(error) or kind.__name__}".partition("\n")[0])
 
 
 class Clock:
@@ -232,7 +232,7 @@ def describe_machine(device: torch.device) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": version("triton") if torch.cuda.is_available() else None,
+        "triton": triton.__version__ if triton else None,
         "driver": drivers.partition("\n")[0] if drivers else None,  # a line for each GPU
         "devices": devices,
         "world_size": len(devices),

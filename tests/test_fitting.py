@@ -103,6 +103,16 @@ def test_minutes_for_which_the_text_lacks_batches_become_the_steps_that_it_lasts
     assert 390 <= sum(t.batch_plan(fitted)) <= 400
 
 
+def test_steps_that_follow_from_the_text_are_those_that_it_lasts_for_if_ends_of_documents_are_left_out(tmp_path):
+    for split in ("train", "val"):
+        write_shard(tmp_path / f"novel_{split}_000001.bin", [SEPARATOR, *[1] * 4095] * 100)
+    options = [f"--data_dir={tmp_path}", "--fit", "--preset=laptop", "--epochs=1", "--minutes=0", "--cut_documents=false"]
+    c = t.parse_config([*options, "--seq_len=256"])
+    check_data(c)
+    with pytest.raises(BadInput, match=f"lasts for {c.num_steps} steps"):
+        check_data(t.parse_config([*options, "--seq_len=256", f"--num_steps={c.num_steps + 1}"]))
+
+
 @pytest.mark.parametrize("tokens, rows, longest, recall", [
     (19_000, 296, 4, 0), (3_000_000, 46_875, 6, 2**21)])
 def test_of_a_short_text_little_is_looked_up(tokens, rows, longest, recall, tmp_path):

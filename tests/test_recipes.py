@@ -278,13 +278,13 @@ def test_the_loss_scale_follows_the_rule():
     for step in range(4002):
         if step == 2:
             gradient.zero_()
-        scaling.gradients_are_finite(lambda: [gradient])
+        scaling.keeps_step(lambda: [gradient])
         trace[step] = scaling.scale
     gradient.fill_(math.nan)
     assert (trace[0], trace[1], trace[2000], trace[2001]) == (16384, 8192, 8192, 16384)
     assert (trace[4000], trace[4001]) == (16384, 32768)
     for _ in range(40):
-        scaling.gradients_are_finite(lambda: [gradient])
+        scaling.keeps_step(lambda: [gradient])
     assert (scaling.scale, scaling.good_steps, scaling.skipped_steps) == (1, 0, 42)
 
 
@@ -293,8 +293,8 @@ def test_the_factor_of_the_loss_is_for_its_mean_stays_at_its_place_and_comes_bac
     factor = scaling.factor
     loss = torch.tensor(256 * math.log(65))
     assert scaling.scale_loss(loss).item() == pytest.approx(136_786, rel=1e-4)  # beyond fp16
-    assert not scaling.gradients_are_finite(lambda: [torch.ones(3), torch.tensor([1, math.nan])])
-    assert scaling.gradients_are_finite(lambda: [torch.ones(3)])
+    assert not scaling.keeps_step(lambda: [torch.ones(3), torch.tensor([1, math.nan])])
+    assert scaling.keeps_step(lambda: [torch.ones(3)])
     assert scaling.factor is factor and factor == 2.0**14 / 256
     assert scaling.state() == dict(scale=2.0**14, good_steps=1, skipped_steps=1)
     resumed.load_state(scaling.state())
@@ -309,7 +309,7 @@ def test_gradients_are_unscaled_by_the_factor_they_were_scaled_by():
     scaling.good_steps = 1999  # the scale doubles after this step
     gradient = normal(9)
     scaled = scaling.scale_loss(gradient)
-    assert scaling.gradients_are_finite(lambda: [scaled])
+    assert scaling.keeps_step(lambda: [scaled])
     assert scaling.scale == 2.0**16 and scaling.good_steps == 0
     assert torch.equal(scaling.unscale(scaled), gradient)
     small = scaling.unscale(torch.tensor([2.0**-23]).half())

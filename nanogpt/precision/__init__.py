@@ -66,7 +66,7 @@ class StepHooks:
         """The loss () whose gradients are to be computed."""
         return loss
 
-    def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
+    def keeps_step(self, summed: Callable[[], list[Tensor]]) -> bool:
         """Whether to keep this step. `summed` waits for the summed gradients that this rank will
         use, and returns them. Called once in a step, before any `unscale`. A collective."""
         return True

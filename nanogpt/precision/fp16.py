@@ -51,7 +51,7 @@ class LossScaling(StepHooks):
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss * self.factor
 
-    def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
+    def keeps_step(self, summed: Callable[[], list[Tensor]]) -> bool:
         """Also adapts the loss scale. The CPU waits here for the device."""
         are_finite = torch.stack([gradient.isfinite().all() for gradient in summed()])
         finite = bool(gathered(are_finite.float()).all())

@@ -27,8 +27,8 @@ def plain_recipe(c) -> str:
 
 def choose(c, wanted: dict[str, str], device: torch.device) -> dict[str, str]:
     """The recipe of each projection, by their names. `wanted` are those of --precision, and `c` is
-    train_gpt.Config. All are plain where a width is no multiple of 16. Raises BadInput if a GPU
-    lacks bf16 or --float8_all_gather lacks fp8."""
+    train_gpt.Config. All are plain in float64, and where a width is no multiple of 16. Raises
+    BadInput if a GPU lacks bf16 or --float8_all_gather lacks fp8."""
     plain = plain_recipe(c)
     is_wide = plain in ("fp32", "fp64")
     lacks_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(
