@@ -141,8 +141,9 @@ def parse(script, argv: list[str]) -> dict:
     """The values that argv names, by their keys. Raises BadInput on an unknown key, on a value of
     another type, and if both --minutes and --num_steps are given."""
     values, others = parser_of(script, preset_of({})).parse_known_args(argv)
-    is_option = all(other.startswith("-") for other in others)
-    advice = "--help lists all options" if is_option else "a text is for ./run.sh or prepare.py"
+    advice = "--help lists all options"
+    if not all(other.startswith("-") for other in others):
+        advice = "give a text to ./run.sh or to data/prepare.py"
     require(not others, f"unrecognized arguments: {' '.join(others)} ({advice})")
     values = vars(values)
     require(not (values.get("minutes") and "num_steps" in values),
