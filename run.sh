@@ -48,6 +48,8 @@ for list in "${need[@]}"; do
     cp "$list" ".venv/installed-$list"
   fi
 done
+"$python" -c "import numpy, safetensors, tqdm" 2> /dev/null ||
+  fail ".venv lacks its packages, perhaps since Python was upgraded; remove .venv and start again"
 
 if [ "${1:-}" = test ]; then
   shift

@@ -85,6 +85,7 @@ def write_corpus(documents: Iterable[str], folder: Path, use_bytes: bool, source
     random.Random(0).shuffle(encoded)
     train, val = split_documents(encoded, source)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "corpus.json").write_text("{}\n", "utf-8")  # until all is written (`folder_for`)
     name = safe_name(folder.name)
     write_shard(folder / f"{name}_train_000001.bin", train)
     write_shard(folder / f"{name}_val_000000.bin", val)
@@ -138,13 +139,15 @@ def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
         first = DATA / safe_name(path.name if path.is_dir() else path.stem)
     folder = first
     for number in count(2):
+        record = folder / "corpus.json"
         try:
-            made = json.loads((folder / "corpus.json").read_text("utf-8"))
+            made = json.loads(record.read_text("utf-8"))
         except (OSError, ValueError):  # there is none, or a full disk has left a part of it
             made = {}
         if made_of.items() <= made.items():
             return folder, True
-        if not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
+        was_begun = record.exists() and not made  # and interrupted
+        if was_begun or not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
             return folder, False
         require(not args.out, f"{args.out}: holds other files, or was made of other text or with "
                 "other options, or is a file; name a new folder with --out")

@@ -53,7 +53,7 @@ def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
         header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
         save_file(on_cpu, beside, header)
         # save_file lets nobody else read it. Whoever may read the folder may read the file.
-        beside.chmod(path.parent.stat().st_mode & 0o666)
+        beside.chmod(path.parent.stat().st_mode & 0o644)
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -74,6 +74,19 @@ def open_file(path: str | Path, kind: str):
     header = file.metadata() or {}
     require({mark, "config"} <= header.keys(), f"{path} holds no {kind} of this program; {remedy}")
     return file, {name: json.loads(text) for name, text in header.items() if name != "format"}
+
+
+def still_there(best: list | None) -> bool:
+    """Whether a file still holds these best weights, of this step, loss and path. It may have been
+    moved, and another run may have taken its name."""
+    if not best:
+        return False
+    step, loss, path = best
+    try:
+        _, about = open_file(path, "weights")
+    except BadInput:
+        return False
+    return (about["step"], about["val_loss"]) == (step, loss)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -272,7 +285,7 @@ class Keeper:
             self.first_step = saved["step"]
             if path.parent.resolve() == Path(c.log_dir).resolve():  # else it may be somebody's copy
                 self.save_path = path
-            if saved["best"] and Path(saved["best"][2]).exists():  # it may have been moved
+            if still_there(saved["best"]):
                 self.best = saved["best"]
             clock.total = saved["seconds"]
             for line in saved["steps"]:

@@ -280,7 +280,7 @@ def try_places(c, saved: dict | None) -> Path | None:
     if c.save_checkpoint == "auto":
         name = Path(c.data_dir).resolve().name
         path = checkpoints.unused_path(Path("models", f"{name}.safetensors"))
-        if saved and saved["best"]:
+        if saved and checkpoints.still_there(saved["best"]):
             path = Path(saved["best"][2])
     if path:
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")

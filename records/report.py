@@ -52,7 +52,7 @@ def begin(log: journal.Log, script, device: torch.device, about_run: dict, files
 
 def end(run, script, startup_s: float) -> int:
     """Says what came of the run, and what to try next. Returns the exit status, which is 0 also if
-    the target was missed: that is a result and no crash."""
+    the target was missed: that is a result and no crash. It is 2 if no weights could be kept."""
     c, keeper, log = run.config, run.keeper, run.log
     show = log.show
     log.close_bar()
@@ -105,7 +105,7 @@ def end(run, script, startup_s: float) -> int:
         show("next:")
         show("  " + to_type(f'sample.py {shlex.quote(path)} "Once upon a time"'))
         show("  " + to_type(f"evaluate.py {shlex.quote(path)}"))
-    return 0
+    return 2 if not path and keeper.lacks_weights else 0
 
 
 def results(run, script, startup_s: float) -> dict:

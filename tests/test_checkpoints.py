@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import processes
 import pytest
 import torch
-from conftest import ROOT, arguments, documents, write_shard
+from conftest import ROOT, arguments, documents, keep, untrained, write_shard
 from processes import TORCHRUN, Process, run_ranks, write_driver
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -178,9 +178,18 @@ def test_a_run_whose_weights_found_no_room_says_so_at_its_end(save_every, remedy
         write(path, *args)
 
     monkeypatch.setattr(checkpoints, "write", write)
-    assert run(options(corpus, tmp_path, sample="The ", save_every=save_every)) == 0
+    assert run(options(corpus, tmp_path, sample="The ", save_every=save_every)) == 2
     out, _ = capfd.readouterr()
     assert re.search(rf"\nweights   none, as they could not be written{remedy}\n", out) and "sample: " not in out
+
+
+def test_best_weights_are_still_there_only_while_no_other_run_has_taken_their_name(tmp_path):
+    path = tmp_path / "a.safetensors"
+    keep(path, untrained(), step=4, val_loss=1.25)
+    assert checkpoints.still_there([4, 1.25, str(path)])
+    assert not checkpoints.still_there([4, 1.5, str(path)]) and not checkpoints.still_there([3, 1.25, str(path)])
+    path.rename(tmp_path / "b.safetensors")
+    assert not checkpoints.still_there([4, 1.25, str(path)]) and not checkpoints.still_there(None)
 
 
 def test_weights_of_a_run_that_began_meanwhile_stay(corpus, tmp_path, monkeypatch):
