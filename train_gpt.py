@@ -290,7 +290,7 @@ LONG_TEXTS = dict(
     attention_layers="0,2,3,5", value_layers="0,3,5", head_every_second=True,
     micro_tokens=65_536)
 
-PRESETS: dict[str, dict] = {
+PRESETS: dict[str, dict] = {  # a new one has a line in ABOUT, too
     "gpt2": PLAIN_MODEL | dict(
         num_layers=12, model_dim=768, num_heads=6, mlp_dim=3072,
         schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
@@ -412,6 +412,8 @@ def parse_config(argv: list[str]) -> Config:
 # A number is divided by a scale before it is rounded to FP8 or FP4. "fp8" and "nvfp4" measure their
 # scales. The others in FP8 have constant scales: "fp8-head" for the head alone, "fp8-mlp" for the
 # MLPs, too, and "fp8-qkv" also for queries, keys and values.
+# In a row "bf16", "fp32" and "fp16" all mean the model's dtype: --dtype, or by default fp32 or fp16
+# if the row is called so, and else bf16.
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
     "fp32": ("fp32",) * 5,
@@ -419,7 +421,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm
     "fp8": ("fp8",) * 5,
     "fp8-head": ("bf16", "bf16", "bf16", "bf16", "fp8-static"),
     "fp8-mlp": ("bf16", "bf16", "fp8-static", "fp8-static", "fp8-static"),
-    # `o` is the smallest product: FP8 gains nothing there.
+    # `o` is the smallest product: FP8 gains nothing there, and has no constant scale for it.
     "fp8-qkv": ("fp8-static", "bf16", "fp8-static", "fp8-static", "fp8-static"),
     "nvfp4": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "bf16"),
 }
@@ -490,7 +492,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 #
 # with inject = first * (the normalised embedding) + past * (what n-grams and matches say). A layer
 # without attention lacks o * attention(...). With --scalars=False all factors are 1, but `first` is
-# 0. `amounts_of`, `embed_inputs`, `block` and `check_weights` rely on this order.
+# 0. `amounts_of`, `embed_inputs`, `block` and `check_weights` rely on this order. A new factor
+# stands before `stream_attn`, is counted in `amounts_of`, and named in `block`.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
@@ -906,7 +909,9 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, produc
 
     To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
     calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
-    where the head is in fp8-static, training has a loss of its own, FP8HeadLoss."""
+    where the head is in fp8-static, training has a loss of its own, FP8HeadLoss. With candidates a
+    sum of exponentials is right, as in a z-loss; a mean over the vocabulary, as in label smoothing,
+    is not: give --candidates=0 for that. Where the target is -1, a token must add nothing."""
     if isinstance(products, fp8_static.StaticFP8):
         return FP8HeadLoss.apply(x, w, targets, bias, second_weight)
     logits = kernels.softcap(products.linear(x, w), *CAP)
