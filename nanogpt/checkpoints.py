@@ -86,7 +86,7 @@ def still_there(best: list | None) -> bool:
         _, about = open_file(path, "weights")
     except BadInput:
         return False
-    return (about["step"], about["val_loss"]) == (step, loss)
+    return (about.get("step"), about["val_loss"]) == (step, loss)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -77,8 +77,8 @@ class PreparedBatch(NamedTuple):
         rank, _ = rank_and_world_size()
         reading, _ = self.micro_batches[0]
         used = {}
-        for at, rows, ends in zip(
-                reading.rows(), self.rows, self.ends.tolist(), strict=True):
+        lists = zip(reading.rows(), self.rows, self.ends.tolist(), strict=True)
+        for at, rows, ends in lists:
             # One list after the other: of all ranks, of each rank, and padding.
             of_all, *of_each, _ = rows.tensor_split(ends)
             of_ranks = rows[ends[0] : ends[-1]]

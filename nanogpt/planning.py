@@ -99,7 +99,8 @@ def fit(script, given: dict, cuda: bool):
             c = dataclasses.replace(c, minutes=MINUTES)
     steps = steps_that_fit(c, stages, train, wanted, given.get("epochs", most_epochs))
     c = dataclasses.replace(c, **steps | stays)
-    if "num_steps" in given or c.minutes:  # for --minutes the steps are chosen later
+    # For --minutes the steps are chosen later, and with cut_documents this count is safe.
+    if "num_steps" in given or c.minutes or c.cut_documents:
         return c
     return ended_with_the_text(script, c, paths)
 
