@@ -285,7 +285,7 @@ PLAIN_MODEL = dict(
 )
 
 # For long texts. Attention takes many small kernels, so layers 1 and 4 of the six do without it;
-# layer 2 has attention, but no value embeddings (records/long_runs.md).
+# layer 2 has attention, but no value embeddings (records/TRIED.md).
 LONG_TEXTS = dict(
     attention_layers="0,2,3,5", value_layers="0,3,5", head_every_second=True,
     micro_tokens=65_536)
