@@ -151,7 +151,7 @@ class Config(RunConfig):
         0.7, "last part of the steps, in which the factor of all learning rates falls to lr_floor",
         least=0.001, most=1)
     lr_floor: float = key(
-        0.15, "factor of the learning rates after the last step; more in `speedrun`, which "
+        0.15, "factor of the learning rates after the last step; 0.3 in `speedrun`, because it "
         "averages its last weights",
         most=1)
     # optimizers
@@ -209,7 +209,8 @@ class Config(RunConfig):
         0, "seed of the initial weights, candidates and random rounding", least=0,
         most=2**32 - 1)
     precision: str = key(
-        "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
+        "auto", "row of PRECISIONS: bf16, fp32, fp16, fp8, fp8-head, fp8-mlp, fp8-qkv or nvfp4 "
+        "(docs/precision.md); auto: fp8-qkv where the GPU has FP8, else bf16")
     float8_all_gather: bool = key(
         False, "hand out the layers' updated matrices as FP8, which halves their traffic; for "
         "--precision=fp8")
@@ -1477,9 +1478,9 @@ class Optimizer:
 
     @torch.no_grad()
     def start_sums(self) -> None:
-        """Begins to sum each .grad but the head's over the ranks; then it is None. To be called
-        before the last `tables.add`: the sums travel while the GPU adds up the rows' gradients. A
-        collective."""
+        """Begins to sum every .grad but the head's over the ranks, and sets those to None. To be
+        called before the last `tables.add`: the sums travel while the GPU adds up the rows'
+        gradients. A collective."""
         small = {}
         for name in self.parts:
             bank = getattr(self.model, name)
@@ -1992,6 +1993,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     log.say(f"ready after {startup_s:.1f} s")
     STOP.end_after_a_step()  # by a signal, when all ranks can end together
     run.train()
+    gc.unfreeze()  # else Triton would report what Python does not free at its end
 
     # 5. Say what came of it.
     return report.end(run, script, startup_s)

@@ -1,7 +1,7 @@
 """Fetch the first N of FineWeb's 103 cached GPT-2-token training shards, and the validation shard.
 
     python data/fineweb.py 9    # 9 x 100M training tokens + 100M validation tokens, 200 MB a shard
-    python data/fineweb.py 103 --dir /scratch/fineweb10B
+    python data/fineweb.py 103 --dir /scratch/fineweb10B    # prints how to train on them
 
 huggingface_hub tries again when the connection drops, goes on where it was interrupted, and gives a
 shard its name when it is whole. The same command again fetches only what is missing.
@@ -39,6 +39,9 @@ def main(argv: list[str] | None = None) -> None:
                     "the network and to the room on the disk, and run the same command again to go "
                     "on from here, or make shards from text you have with data/prepare.py.\n")
     print(f"{args.dir}: validation shard and {args.n} training shards are there")
+    if args.dir != folder:
+        print(f"train on them with --data_dir={args.dir} --preset=speedrun; without a preset a run "
+              "is fitted to its text")
 
 
 if __name__ == "__main__":

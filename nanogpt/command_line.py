@@ -170,14 +170,13 @@ def parser_of(script, preset: str) -> Parser:
     of_run = vars(RunConfig())  # come last
     for field in sorted(dataclasses.fields(script.Config), key=lambda field: field.name in of_run):
         kind = type(field.default)
-        options = dict(type=kind)
+        options = dict(type=kind, metavar="")
         if kind is bool:
-            options = dict(type=switch, nargs="?", const=True)
+            options = dict(type=switch, nargs="?", const=True, metavar="=false")
         elif field.name == "resume":
-            options = dict(nargs="?", const=NEWEST)
+            options = dict(nargs="?", const=NEWEST, metavar="=PATH")
         text = f"{field.metadata['meaning']} [{getattr(shown, field.name)}]"
-        parser.add_argument(
-            f"--{field.name}", metavar="", help=text.replace("%", "%%"), **options)
+        parser.add_argument(f"--{field.name}", help=text.replace("%", "%%"), **options)
     parser.add_argument("--help", "-h", action="store_true")
     return parser
 

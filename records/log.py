@@ -53,11 +53,13 @@ def sha256(content: bytes) -> str:
 
 
 def machine_name(environment: dict, config: dict) -> str:
-    """Such as "4 x NVIDIA H200". A CPU has its own name, and the dtype it multiplies in: one that
-    multiplies in bf16 is another machine than one that does not."""
+    """Such as "4 x NVIDIA H200". A CPU has its own name, and what it multiplies in (--dtype, or
+    --precision): one that multiplies in bf16 is another machine than one that does not."""
     names = sorted(set(environment["devices"]))
     if names == ["CPU"]:
-        names = [f"{environment['cpu']} ({config.get('precision', 'fp32')})"]
+        dtype = config.get("dtype", "auto")
+        multiplies_in = config.get("precision", "fp32") if dtype == "auto" else dtype
+        names = [f"{environment['cpu']} ({multiplies_in})"]
     return f"{environment['world_size']} x {' + '.join(names)}"
 
 

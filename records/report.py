@@ -74,6 +74,9 @@ def end(run, script, startup_s: float) -> int:
     unit = log.unit
     # Here the end of a document counts as a byte; in evaluate.py it does not.
     bits = f", {loss / math.log(2):.3f} bits per byte" if loss and unit == "byte" else ""
+    # A run that was stopped has validated some steps before.
+    validated = max((step for step, _, name, _ in log.steps if name == "val_loss"), default=None)
+    when = "" if validated == run.step else f", after step {validated}"
     weights = None
     if path:
         weights = f"{path}, of step {best} with loss {best_loss:.4f}"
@@ -84,7 +87,7 @@ def end(run, script, startup_s: float) -> int:
     show("")
     show_facts(log, {
         "training": f"{curve(train_losses)} the loss of steps 1 to {run.step}",
-        "loss": loss and f"{loss:.4f} nats per {unit}{bits}",
+        "loss": loss and f"{loss:.4f} nats per {unit}{bits}{when}",
         "target": reached is not None
                   and f"{c.target_loss:g}: {'reached' if reached else 'missed'}",
         "time": f"{result['train_time_s']:,.1f} s of training, {result['step_avg_ms']} ms a step, "
