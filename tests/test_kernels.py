@@ -307,35 +307,8 @@ def test_without_a_target_loss_and_gradient_are_0_even_where_a_logit_is_nan():
 
 # ---------------------------------------------------------------------------------- rows of tables
 
-RANKS_AND_WIDTHS = pytest.mark.parametrize(
-    "ranks, width", [(1, 5), (2, 7), (3, 4), (4, 13), (2, 16), (3, 22), (5, 16)]
-)
-
-
-@RANKS_AND_WIDTHS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_gradients_of_rows_are_added_column_by_column_to_the_part_of_the_rank_that_owns_it(
-    ranks, width, dtype
-):
-    share = -(-width // ranks)
-    used = [2, 3, 7, 11]
-    rows = torch.tensor([7, 2, 7, 11, 2, 7])  # no token of ours looked up row 3
-    gradient = normal(6, width).to(dtype)
-    places = torch.tensor([used.index(row) for row in rows.tolist()])
-    start = normal(ranks, 4, share, seed=1)
-    total = start.clone()
-    expected = start.tolist()
-    tables.sum_rows(total, places, gradient)
-    for row, line in zip(rows.tolist(), gradient.tolist()):
-        for column, number in enumerate(line):
-            expected[column // share][used.index(row)][column % share] += number
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(total, expected, rtol=1e-14, atol=1e-14)
-    added = (total - start).transpose(0, 1).flatten(1)
-    assert not added[1].any() and not added[:, width:].any(), "a row without gradient, the padding"
-
-
-@RANKS_AND_WIDTHS
+@pytest.mark.parametrize(
+    "ranks, width", [(1, 5), (2, 7), (3, 4), (4, 13), (2, 16), (3, 22), (5, 16)])
 def test_what_ranks_take_of_their_columns_is_put_into_these_rows_without_padding_and_into_no_others(
     ranks, width
 ):
@@ -356,24 +329,6 @@ def test_what_ranks_take_of_their_columns_is_put_into_these_rows_without_padding
     assert bank.tolist() == expected and bank.data_ptr() == place
 
 
-def test_new_rows_are_what_a_loop_over_numbers_says_on_each_rank_and_the_others_stay():
-    rows, width, ranks = torch.tensor([1, 4, 6]), 5, 2
-    bank, root = normal(7, width, seed=1), torch.tensor([0.5, 2.0, 0.1], dtype=torch.float64)
-    gradient = normal(3, width + 1, seed=4)  # two ranks have three columns each, the last one is padding
-    before, lr, decay = bank.clone(), 0.1, 0.3
-    for rank, part in enumerate(gradient.chunk(ranks, 1)):
-        tables.update_rows(part.contiguous(), rows, root, bank, rank, lr, decay)
-    ours, shrunk = bank[rows], set()
-    for line, row in enumerate(rows.tolist()):
-        for column in range(width):
-            weight, update = before[row, column].item(), (gradient[line, column] / root[line]).item()
-            shrunk.add(update * weight > 0)
-            expected = weight - lr * (update + (decay * weight if update * weight > 0 else 0))
-            assert ours[line, column].item() == pytest.approx(expected, rel=1e-8)
-    assert shrunk == {True, False}, "both cases of the decay"
-    assert torch.equal(bank[[0, 2, 3, 5]], before[[0, 2, 3, 5]]), "rows without a gradient"
-
-
 def test_rows_in_bf16_are_rounded_at_random_right_on_average_and_not_as_their_neighbours():
     """Updates of a tenth of the distance to the next number of bf16, which rounding to the nearest would lose."""
     n, change = 20_000, 2**-7 / 10
@@ -387,13 +342,6 @@ def test_rows_in_bf16_are_rounded_at_random_right_on_average_and_not_as_their_ne
     for distance in (1, 4, 64, 320):
         both = torch.corrcoef(torch.stack((up[distance:], up[:-distance])).double())[0, 1].item()
         assert abs(both) < 0.02, distance  # a deviation is 0.0035
-
-
-def test_a_rows_first_mean_square_is_its_first_square_and_later_ones_follow_slowly():
-    mean_square = torch.tensor([0.0, 4.0, 0.0])
-    roots = tables.remember_square(mean_square, torch.tensor([0, 1]), torch.tensor([9.0, 16.0]), 0.75)
-    assert roots.tolist() == pytest.approx([3.0, 7.0**0.5])
-    assert mean_square.tolist() == pytest.approx([9.0, 7.0, 0.0])
 
 
 # ------------------------------------------------------------------------------------- the kernels
