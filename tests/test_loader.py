@@ -3,7 +3,6 @@
 It makes the plan from its schedule, splits a rank's sequences into micro-batches, moves them to the
 device, and checks before compiling that the shards last for the run.
 """
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -167,21 +166,6 @@ def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_
         model.past.remember(model.past.kept)
         del reading, targets
     assert places[0].isdisjoint(places[1])
-
-
-def test_a_batch_is_prepared_after_meet_and_when_the_one_before_is_remembered_only(folder):
-    past = t.GPT(config(folder), CPU).past
-    batch = Batch(torch.zeros(1, 257, dtype=torch.uint16), [slice(0, 1)], 1)
-    refused = partial(pytest.raises, RuntimeError, match="`meet` must come before each batch, and `remember` between")
-    with refused():
-        past.prepare(batch)
-    past.meet()
-    first = past.prepare(batch)
-    past.meet()
-    with refused():
-        past.prepare(batch)
-    past.remember(first)
-    past.prepare(batch)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 6])
