@@ -104,7 +104,8 @@ def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_
     assert run(options(corpus, whole, **changes)) == 0
     assert run(options(corpus, parts, **changes), stop_after) == 130
     first = read_log(last_log(parts))
-    assert first.interrupted and first.end["tokens"] > 0
+    sizes = [stage["batch_tokens"] for stage in first.facts["stage"] for _ in range(stage["first_step"], stage["last_step"])]
+    assert first.interrupted and first.end["tokens"] == sum(sizes[:stop_after])
     assert run(["--resume", f"--log_dir={parts}"]) == 0
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     log = read_log(last_log(parts))

@@ -55,15 +55,30 @@ def first(corpus, tmp_path_factory):
 # ---------------------------------------------------------------------------------------------------- a plain run
 
 
-def test_a_run_that_misses_its_target_says_so_and_that_is_no_crash(first):
-    run, _ = first
+def facts_in(text):
+    """The lines with a name and what is said of it."""
+    return dict(re.findall(r"^(\w+) +(.+)$", text, re.MULTILINE))
+
+
+def test_a_run_says_what_it_will_do_and_what_came_of_it_and_to_miss_the_target_is_no_crash(first, corpus):
+    run, folder = first
+    path, weights = only_log(folder), folder / "model.pt"
     assert run.returncode == 0 and run.stderr == ""
-    assert re.search(r"\ntarget +1: missed\n", run.stdout) and "\nsample: The " in run.stdout
-    header, result = run.stdout.split("\nsample: ")
-    for part in (f"\nlog       {only_log(first[1])}\n", f"\nweights   {first[1]}/model.pt"):
-        assert part in header and part in result
-    assert "nats per byte" in result
-    assert "\nseed      0\n" in header and "\nprecision fp32\n" in header and "sample.py" in run.stdout.splitlines()[-2]
+    begin, end = map(facts_in, run.stdout.split("\nsample: The "))
+    expected = {
+        "preset": "laptop", "precision": "fp32", "seed": "0", "log": str(path), "weights": str(weights),
+        "data": f"{corpus}: 12,000 bytes for training, 512 for validation", "run": "4 steps, 4,096 bytes, 0.34 epochs"}
+    assert expected.items() <= begin.items()
+    result, best = read_log(path).end, checkpoints.read(weights)[1]
+    loss, seconds = result["val_loss"], result["train_time_s"]
+    expected = {
+        "loss": f"{loss:.4f} nats per byte, {loss / math.log(2):.3f} bits per byte", "target": "1: missed", "log": str(path),
+        "weights": f"{weights}, of step {best['step']} with loss {best['val_loss']:.4f}"}
+    assert expected.items() <= end.items() and end["training"].endswith(" the loss of steps 1 to 4")
+    assert end["time"].startswith(f"{seconds:.1f} s of training, {result['step_avg_ms']} ms a step, ")
+    assert (result["step_avg_ms"], result["tokens_per_s"]) == pytest.approx((250 * seconds, 4096 / seconds), rel=0.01)
+    sampling, evaluation = run.stdout.splitlines()[-2:]
+    assert sampling.endswith(f'sample.py {weights} "Once upon a time"') and evaluation.endswith(f"evaluate.py {weights}")
 
 
 def test_a_run_that_reaches_its_target_exits_with_0_and_the_same_seed_gives_the_same_losses(first, corpus, tmp_path):
@@ -90,6 +105,7 @@ def test_the_order_of_a_run_and_that_each_step_draws_other_numbers(corpus, tmp_p
     note(tables.Tables, "complete", lambda *_: events.append("complete"))
     note(StepHooks, "before_validation", lambda *_: events.append("gather"))
     note(t, "validate", lambda *_: events.append("validate"))
+    note(t.STOP, "end_at_once", lambda *_: events.append("a signal ends it"))
     note(t, "train_step", lambda *_: (events.append("step"), seeds.append(torch.initial_seed())))
     note(candidates, "choose", lambda *args: draws.append(args[-1]))
     note(t.ranks, "limit_waiting", lambda *longest: limits.append(longest))
@@ -97,7 +113,7 @@ def test_the_order_of_a_run_and_that_each_step_draws_other_numbers(corpus, tmp_p
         [x.clear() for x in (events, seeds, draws)], limits_before_steps.extend(limits)))
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, candidates=64, average_frac=1.0))
     whole = ["complete", "gather", "validate"]
-    assert events == [*whole, "step", "step", *whole, "step", "step", "average", "complete", *whole]
+    assert events == [*whole, "step", "step", *whole, "step", "step", "average", "complete", *whole, "a signal ends it"]
     assert len(set(seeds)) == 4 and limits_before_steps == [()], "a rank that has died would be waited for too long"
     assert len(draws) == 4 and not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
 
@@ -187,23 +203,6 @@ def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(fir
 STAGES = {"schedule": "onepass", "num_steps": 6, "batch_tokens": 2048, "epochs": 3}  # 4, 4 and 8 sequences a step
 
 
-@pytest.fixture(scope="module")
-def staged(corpus, tmp_path_factory):
-    """The log of a run through all stages of the speedrun."""
-    folder = tmp_path_factory.mktemp("staged")
-    assert t.main(arguments(data_dir=corpus, log_dir=folder, val_interval=0, **STAGES)) == 0
-    return only_log(folder)
-
-
-def test_stages_in_the_log_are_gapless_and_their_batches_make_the_tokens_of_the_end_block(staged):
-    log = read_log(staged)
-    assert [[*stage.values()] for stage in log.facts["stage"]] == [[0, 2, 1024], [2, 4, 1024], [4, 6, 2048]]
-    assert list(log.facts["stage"][0]) == ["first_step", "last_step", "batch_tokens"]
-    assert log.end["tokens"] == 4 * 1024 + 2 * 2048
-    losses = [s.loss for s in log.steps if s.split == "train"]
-    assert len(losses) == 6 and losses[0] == pytest.approx(math.log(384), abs=0.05), "the mean over a smaller batch, too"
-
-
 def test_the_training_loss_falls(corpus, tmp_path):
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, num_steps=15, epochs=20, dtype="float32", val_interval=0))
     validation = [s.loss for s in read_log(only_log(tmp_path)).steps if s.split == "val"]
@@ -248,6 +247,9 @@ def test_two_processes_have_the_losses_and_weights_of_one_through_all_stages(cor
     log = read_log(only_log(two))
     assert log.environment["world_size"] == 2
     assert losses(log) == losses(read_log(only_log(one)))
+    assert [[*stage.values()] for stage in log.facts["stage"]] == [[0, 2, 1024], [2, 4, 1024], [4, 6, 2048]]
+    assert log.end["tokens"] == 4 * 1024 + 2 * 2048
+    assert log.steps[1].loss == pytest.approx(math.log(384), abs=0.05), "the mean over a smaller batch, too"
     a, b = (checkpoints.read(folder / "model.pt")[0] for folder in (one, two))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-9, atol=1e-9)
