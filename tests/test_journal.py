@@ -37,7 +37,9 @@ def lines_of(log):
 
 
 def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
-    log = open_log(tmp_path, journal.Log(tokens_are_bytes=True))
+    log = journal.Log(tokens_are_bytes=True)
+    log.fact("compile", {"what": "a graph"})  # before the log begins
+    open_log(tmp_path, log)
     log.fact("note", "größer")
     log.step(0, 0.0, "val_loss", 10.82584)
     log.step(1, 0.17612, "train_loss", 10.8)
@@ -46,6 +48,7 @@ def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
     log.end({"val_loss": 3.0, "reached": True, "mfu": None, "code_sha256": "ab"})
     log.fact("note", "what comes later is not in it")
     assert log.path.read_bytes().startswith(SOURCE) and lines_of(log) == [
+        'compile {"what": "a graph"}',
         'note "gr\\u00f6\\u00dfer"',
         "step:0/10 val_loss:10.8258 train_time:0ms step_avg:nanms",
         "step:1/10 train_loss:10.8000 train_time:176ms step_avg:176.12ms",
