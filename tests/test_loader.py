@@ -91,16 +91,21 @@ def test_fewer_micro_tokens_give_more_micro_batches_of_the_same_sequences(folder
                      768: {(768,) * 2}, 767: {(512,) * 3}, 512: {(512,) * 3}, 300: {(256,) * 6}, 256: {(256,) * 6}}
 
 
-@pytest.mark.parametrize("micro_tokens, micro_batches", [
-    (1536, [(0, 6)]),
-    (1280, [(0, 2), (2, 4), (4, 6)]),  # three sequences would be one and a half groups
-    (256, [(i, i + 1) for i in range(6)]),
+@pytest.mark.parametrize("rank, world_size, group_tokens, micro_tokens, group_size, micro_batches", [
+    (0, 1, 512, 1536, 2, [(0, 6)]),
+    (0, 1, 512, 1280, 2, [(0, 2), (2, 4), (4, 6)]),  # three sequences would be one and a half groups
+    (0, 1, 512, 256, 2, [(i, i + 1) for i in range(6)]),
+    (1, 2, 10**6, 2048, 6, [(3, 6)]),
+    (1, 3, 1024, 2048, 4, [(2, 4)]),
+    (1, 6, 100, 2048, 1, [(1, 2)]),
 ])
-def test_a_micro_batch_is_made_of_whole_groups_or_lies_inside_one(micro_tokens, micro_batches, monkeypatch):
-    monkeypatch.setattr("nanogpt.batches.GROUP_TOKENS", 512)  # two sequences
+def test_groups_are_cut_from_the_whole_batch_and_a_micro_batch_is_made_of_whole_ones_or_lies_inside_one(
+        rank, world_size, group_tokens, micro_tokens, group_size, micro_batches, monkeypatch):
+    monkeypatch.setattr("nanogpt.batches.GROUP_TOKENS", group_tokens)
+    monkeypatch.setattr("nanogpt.batches.rank_and_world_size", lambda: (rank, world_size))
     c = SimpleNamespace(seq_len=256, micro_tokens=micro_tokens)
     [batch] = rank_batches([np.zeros((6, 257), np.uint16)], c, CPU)
-    assert batch.group_size == 2
+    assert batch.group_size == group_size
     assert [(part.start, part.stop) for part in batch.micro_batches] == micro_batches
 
 
@@ -166,13 +171,3 @@ def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_
         model.past.remember(model.past.kept)
         del reading, targets
     assert places[0].isdisjoint(places[1])
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 6])
-def test_groups_are_cut_from_the_whole_batch_however_many_ranks_share_it(world_size, monkeypatch):
-    c = SimpleNamespace(seq_len=256, micro_tokens=2048)
-    for group_tokens, size in ((10**6, 6), (1024, 4), (100, 1)):
-        monkeypatch.setattr("nanogpt.batches.GROUP_TOKENS", group_tokens)
-        monkeypatch.setattr("nanogpt.batches.rank_and_world_size", lambda: (1, world_size))
-        [batch] = rank_batches([np.zeros((6, 257), np.uint16)], c, CPU)
-        assert batch.group_size == size
