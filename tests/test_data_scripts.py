@@ -1,8 +1,8 @@
 """data/prepare.py, from texts to shards, and data/fineweb.py.
 
-References: shards are parsed with `struct` alone, tokens are turned back into text and compared
-with the input, tiktoken itself encodes with a small vocabulary, and a fake downloader stands in for
-the network. Commands run in this process, but where signals, limits or exit statuses matter.
+References: tokens are turned back into text and compared with the input, tiktoken itself encodes
+with a small vocabulary, and a fake downloader stands in for the network. That a shard is written and
+read as the format has it is tested in test_shards.py. Commands run in this process, but where signals, limits or exit statuses matter.
 """
 import gzip
 import json
@@ -23,7 +23,7 @@ import tiktoken
 from conftest import ROOT, SEPARATOR, write_shard
 
 import sample
-from data import fineweb, prepare, texts
+from data import fineweb, prepare, shards, texts
 from records.console import end_in_order, to_type
 
 
@@ -48,28 +48,13 @@ def data(tmp_path, monkeypatch):
     return folder
 
 
-def read_shard(path):
-    """The tokens of a shard as a list, after a check of every field of the header."""
-    content = Path(path).read_bytes()
-    header = struct.unpack("<256i", content[:1024])
-    assert header[:2] == (20240520, 1)
-    assert not any(header[3:])
-    assert len(content) == 1024 + 2 * header[2]
-    return list(struct.unpack(f"<{header[2]}H", content[1024:]))
-
-
 def read_split(folder, split):
     """The documents of a split as lists of tokens, without what separates them."""
     [path] = folder.glob(f"*_{split}_*.bin")
-    tokens = read_shard(path)
-    assert tokens[0] == SEPARATOR
-    documents = []
-    for token in tokens:
-        if token == SEPARATOR:
-            documents.append([])
-        else:
-            documents[-1].append(token)
-    return documents
+    shard = shards.read_shard(path, 50304)
+    before, *documents = np.split(shard.tokens, shard.starts)
+    assert not len(before)
+    return [document[1:].tolist() for document in documents]
 
 
 def read_corpus(folder):
@@ -226,7 +211,6 @@ BAD = [  # name, content, what the sentence says
     ("a.txt", b"", "no text"),
     ("absent.txt", None, "check the path"),
 ]
-
 
 
 @pytest.mark.parametrize("name, content, advice", BAD)

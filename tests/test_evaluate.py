@@ -13,6 +13,7 @@ import processes
 import pytest
 import torch
 from conftest import ROOT, SEPARATOR, check_data, keep, untrained, write_shard
+from test_model import tiny
 
 import evaluate
 import sample
@@ -23,20 +24,6 @@ from records.console import end_in_order
 
 pytestmark = pytest.mark.usefixtures("no_gpu")  # on which the models would compute
 BOS = 271
-
-
-def random_models(num_layers=4):
-    """The same random weights in float32 and in float64. None is zero, which could hide a mistake."""
-    values = dict(num_layers=num_layers, model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, ngram_rows=101,
-                  seq_len=2048, val_seq_len=1024, micro_tokens=2048, batch_tokens=2048, schedule="laptop",
-                  precision="bf16", device="cpu", compile=False)
-    narrow, wide = (t.GPT(t.Config(**values, dtype=dtype), torch.device("cpu")) for dtype in ("float32", "float64"))
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p, q in zip(narrow.parameters(), wide.parameters()):
-            p.copy_(0.3 * torch.randn(p.shape, generator=draw))
-            q.copy_(p)
-    return narrow, wide
 
 
 def random_endings(lengths, longest=9, seed=0):
@@ -59,7 +46,8 @@ def score_alone(model, context, tokens):
 @pytest.mark.parametrize("num_layers", [2, 5])
 def test_scores_are_those_of_each_ending_alone_whatever_it_is_packed_with(num_layers, monkeypatch):
     """All at the border of a document takes part: attention, n-grams, induced tokens, what is taken from the token before."""
-    narrow, wide = random_models(num_layers)
+    narrow, wide = (tiny(num_layers=num_layers, dtype=dtype, vocab_size=BOS + 1, seq_len=2048, micro_tokens=2048, batch_tokens=2048,
+                         schedule="laptop") for dtype in ("float32", "float64"))
     monkeypatch.setattr(evaluate, "ENDINGS_AT_A_TIME", 4)
     endings = random_endings([1, 40, 118, 119, 127, 128, 130, 300, 700, 1100])  # windows are 256 and 512
     found = evaluate.score_endings(narrow, endings)
