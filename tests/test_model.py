@@ -61,6 +61,7 @@ def documents_of(begins):
 
 @layouts
 def test_sdpa_attention_and_its_gradients_equal_a_naive_masked_softmax(starts):
+    """In bf16, which a CPU may be quick at, other functions compute it."""
     documents = documents_of(tokens_of(starts) == BOS)
     made = masks.sdpa_masks(documents, WINDOWS)
     weight = normal(T, 2, 8, seed=9)
@@ -73,16 +74,8 @@ def test_sdpa_attention_and_its_gradients_equal_a_naive_masked_softmax(starts):
         (reference * weight).sum().backward()
         for a, b in zip(ours, naive):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
-
-
-@layouts
-def test_on_a_cpu_with_quick_bf16_attention_sees_what_the_mask_says(starts):
-    documents = documents_of(tokens_of(starts) == BOS)
-    for window in (1, 3):
-        q, k, v = (normal(T, 2, 8, seed=i, dtype=torch.bfloat16) for i in range(3))
-        y = t.attend(q, k, v, *masks.sdpa_masks(documents, (window,)))
-        reference = naive_attention(q.double(), k.double(), v.double(), naive_mask(starts, window))
-        assert (y.double() - reference).norm() < 0.01 * reference.norm()
+        narrow = t.attend(*[x.detach().bfloat16() for x in ours], mask)
+        assert (narrow - reference).norm() < 0.015 * reference.norm()
 
 
 def test_the_mask_of_flex_attention_is_that_of_every_pair_of_tokens():
@@ -215,7 +208,7 @@ def test_yarn_slows_low_frequencies_and_raises_the_scale_as_computed_by_hand(mon
 
 
 def tiny(world_size=1, **changes):
-    """A float64 model whose every weight is random."""
+    """A float64 model whose every weight is random: none that is zero could hide a mistake."""
     values = dict(num_layers=5, model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, ngram_rows=101,
                   longest_ngram=3, recall_rows=997, seq_len=384, val_seq_len=384, micro_tokens=384, batch_tokens=384,
                   dtype="float64", precision="bf16", device="cpu", compile=False)
