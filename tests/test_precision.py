@@ -12,10 +12,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import test_optimizer
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import arguments, distance, normal, read, training_loss, untrained, used_rows
+from conftest import arguments, distance, normal, read, training_loss, untrained
 from processes import ENVIRONMENT
 from test_kernels import GRID, nearest
 from test_recipes import make_products
@@ -229,29 +230,16 @@ def recipe_at(model, layer, name):
     return head if name == "lm_head" else getattr(layers[layer], name)
 
 
-def test_fp8_weights_are_the_rounded_bf16_weights_after_a_step():
-    model, optimizer = trainer(precision="fp8")
-    t.train_step(model, optimizer, read(model, batch()), 1)
-    for (layer, name), w in weights_of(model):
-        multiplier = (448 / w.double().abs().max()).float()
-        expected = (w.float() * multiplier).clamp(-448, 448).to(E4M3)
-        product = recipe_at(model, layer, name)
-        assert torch.equal(product.weight_bytes.view(E4M3).float(), expected.float()), (layer, name)
-        assert product.weight_scale == multiplier.reciprocal() and product.weight_scale.data_ptr() % 16 == 0
-
-
-def test_every_step_rounds_all_fp8_weights_anew_and_a_head_that_waits_keeps_numbers_and_scale():
+def test_after_each_step_the_fp8_weights_are_the_bf16_weights_rounded_also_of_a_head_that_waits():
     model, optimizer = trainer(precision="fp8", head_every_second=True)
-    kept = model.precision.hooks
-    before = {name: w.clone() for name, w in kept.weight_bytes.items()}
-    scale_before = recipe_at(model, 4, "lm_head").weight_scale.clone()
-    t.train_step(model, optimizer, read(model, batch()), 0)
-    changed = {name for name, w in kept.weight_bytes.items() if not torch.equal(w, before[name])}
-    assert changed == {*MATRICES} - {"lm_head"}
-    assert recipe_at(model, 4, "lm_head").weight_scale == scale_before
-    before = {name: w.clone() for name, w in kept.weight_bytes.items()}
-    t.train_step(model, optimizer, read(model, batch()), 1)
-    assert not any(torch.equal(w, before[name]) for name, w in kept.weight_bytes.items())
+    for step in range(2):
+        t.train_step(model, optimizer, read(model, batch()), step)
+        for (layer, name), w in weights_of(model):
+            multiplier = (448 / w.double().abs().max()).float()
+            expected = (w.float() * multiplier).clamp(-448, 448).to(E4M3)
+            product = recipe_at(model, layer, name)
+            assert torch.equal(product.weight_bytes.view(E4M3).float(), expected.float()), (step, layer, name)
+            assert product.weight_scale == multiplier.reciprocal() and product.weight_scale.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
@@ -395,24 +383,14 @@ def test_a_power_of_two_on_the_loss_changes_no_bit_in_float32():
     assert all(torch.equal(a, b) for a, b in zip(*weights))
 
 
-TABLES = ("value_embeds", "ngrams")
-
-
 def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
     """Gradients as the passes of a step leave them, one number of parameter `spoilt` infinite."""
-    tokens = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(seed))
-    rows = {"tokens": tokens, "ngrams": tokens + 7}
-    grads = {name: normal(*tokens.shape, getattr(model, name).size(1), seed=seed + 90) * factor for name in TABLES}
-    grads["lm_head"] = torch.zeros(len(tokens), model.config.model_dim, dtype=model.lm_head.dtype)
-    optimizer.tables.begin([rows], used_rows([rows]))
-    for number, (name, p) in enumerate(model.named_parameters()):
-        if name in TABLES:
-            g = grads[name] = grads[name].to(p.dtype)
-        else:
-            g = p.grad = (factor * normal(*p.shape, seed=50 + number)).to(p.dtype)
+    def change(name, gradient):
+        gradient *= factor
         if name == spoilt:
-            g[(2,) * g.ndim] = math.inf
-    optimizer.tables.add(0, grads)
+            gradient[(2,) * gradient.ndim] = math.inf
+
+    test_optimizer.give_gradients(model, optimizer, seed, change=change)
 
 
 @pytest.mark.parametrize("spoilt", ["qkvo", "lm_head", "ngrams", "value_embeds"])
