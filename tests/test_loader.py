@@ -78,19 +78,6 @@ def test_the_batch_size_changes_at_the_first_step_of_a_stage(large):
     assert [len(batch) for batch in found] == [2] * 4 + [4] * 6 + [2] * 4  # 3.5 and 10.5, rounded to even
 
 
-def test_fewer_micro_tokens_give_more_micro_batches_of_the_same_sequences(folder):
-    whole = [sequences(batch, 256) for batch in drain(config(folder, batch_tokens=1536))]
-    assert len(whole) > 3 and {len(batch) for batch in whole} == {6}
-    sizes = {}
-    for micro_tokens in (32_768, 1536, 1280, 768, 767, 512, 300, 256):
-        c = config(folder, micro_tokens=micro_tokens, batch_tokens=1536)
-        batches = drain(c)
-        sizes[micro_tokens] = {tuple(len(inputs) for inputs, _ in batch) for batch in batches}
-        assert [sequences(batch, 256) for batch in batches] == whole
-    assert sizes == {32_768: {(1536,)}, 1536: {(1536,)}, 1280: {(768,) * 2},  # all of one size: one graph
-                     768: {(768,) * 2}, 767: {(512,) * 3}, 512: {(512,) * 3}, 300: {(256,) * 6}, 256: {(256,) * 6}}
-
-
 @pytest.mark.parametrize("rank, world_size, group_tokens, micro_tokens, group_size, micro_batches", [
     (0, 1, 512, 1536, 2, [(0, 6)]),
     (0, 1, 512, 1280, 2, [(0, 2), (2, 4), (4, 6)]),  # three sequences would be one and a half groups
@@ -117,20 +104,6 @@ def test_validation_needs_the_target_of_its_last_token_too(tmp_path):
     write_shard(tmp_path / "fineweb_val_0.bin", documents(c.val_tokens))
     with pytest.raises(BadInput, match=f"holds {c.val_tokens}"):
         check_data(c)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_ranks_share_each_batch_and_each_splits_its_part(folder, monkeypatch, world_size):
-    c = config(folder, batch_tokens=1536, micro_tokens=256)
-    whole = [sequences(batch, 256) for batch in drain(c)]
-    parts = []
-    for rank in range(world_size):
-        monkeypatch.setattr("nanogpt.batches.rank_and_world_size", lambda rank=rank: (rank, world_size))
-        batches = drain(c)
-        assert {len(batch) for batch in batches} == {6 // world_size}
-        parts.append([sequences(batch, 256) for batch in batches])
-    for batch, *of_ranks in zip(whole, *parts, strict=True):
-        assert sorted(row for part in of_ranks for row in part) == sorted(batch)
 
 
 # ---- enough data? --------------------------------------------------------------------------------
