@@ -1,14 +1,11 @@
 """Several processes: all end when one of them has bad input or is killed."""
-import os
 import re
-import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, arguments, documents, write_shard
-from processes import STDOUT, TORCHRUN, Process, run, write_driver
+from processes import STDOUT, TORCHRUN, run, write_driver
 
 from nanogpt import ranks
 from nanogpt.ranks import BadInput
@@ -18,17 +15,6 @@ SCRIPT = ROOT / "train_gpt.py"
 
 def said(text):
     return re.findall(r"^train_gpt\.py: (.*)$", text, re.MULTILINE)
-
-
-def pids_of(process):
-    """Those of torchrun's ranks, by their numbers."""
-    text = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
-    found = {}
-    for pid in map(int, text.split()):
-        match = re.search(rb"\0RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
-        if match:
-            found[int(match[1])] = pid
-    return found
 
 
 @pytest.mark.parametrize("fault, pattern", [
@@ -62,13 +48,16 @@ if os.environ["RANK"] == "1" or {fault == "all"}:
 
 
 def test_the_others_end_when_a_rank_is_killed(corpus, tmp_path):
-    torchrun = Process(*TORCHRUN, "--nproc_per_node=2", SCRIPT, *arguments(
-        data_dir=corpus, log_dir=tmp_path, num_steps=5000, epochs=10**5, val_interval=0), stderr=STDOUT)
-    torchrun.wait_for("ready after")
-    ranks = pids_of(torchrun)
-    os.kill(ranks[1], signal.SIGKILL)
-    assert torchrun.wait(60) != 0
-    assert not Path(f"/proc/{ranks[0]}").exists()
+    driver = write_driver(tmp_path / "driver.py", """
+import pathlib
+pathlib.Path(sys.argv[0] + os.environ["RANK"]).write_text(str(os.getpid()))
+if os.environ["RANK"] == "1":
+    t.STOP.end_after_a_step = lambda: os.kill(os.getpid(), 9)""")
+    torchrun = run(*TORCHRUN, "--nproc_per_node=2", driver, *arguments(data_dir=corpus, log_dir=tmp_path), timeout=60)
+    assert torchrun.returncode != 0
+    for rank in (0, 1):
+        pid = Path(f"{driver}{rank}").read_text()
+        assert not Path("/proc", pid).exists()
 
 
 @pytest.mark.parametrize("theirs, said", [
