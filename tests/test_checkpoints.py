@@ -513,7 +513,7 @@ def test_a_run_that_was_stopped_before_it_had_weights_to_keep_goes_on_and_keeps_
     assert len([*tmp_path.glob("models/*")]) == 1
 
 
-def test_the_weights_of_the_best_validation_are_kept_and_a_resumed_run_goes_on_comparing(corpus, tmp_path, monkeypatch):
+def test_the_weights_of_the_best_validation_are_kept_and_a_resumed_run_goes_on_comparing(corpus, tmp_path, monkeypatch, capsys):
     """Untrained weights do not count, even if they were the best."""
     monkeypatch.chdir(tmp_path)
     losses = [1.0, 3.0, 4.0, 2.0]  # at steps 0, 2, 3 (when it is stopped there is none), 4, 6
@@ -527,6 +527,7 @@ def test_the_weights_of_the_best_validation_are_kept_and_a_resumed_run_goes_on_c
     assert checkpoints.load_model(path, "cpu", t).trained_steps == 2
     assert run(["--resume", f"--log_dir={tmp_path}"], 5) == 130
     assert checkpoints.read(path)[1]["step"] == 2, "4.0 is worse"
+    assert f"{path.relative_to(tmp_path)}, of step 2 with loss 3.0000" in capsys.readouterr().out
     assert run(["--resume", f"--log_dir={tmp_path}"]) == 0
     assert checkpoints.read(path)[1]["step"] == 6 and [*(tmp_path / "models").iterdir()] == [path]
 
