@@ -527,7 +527,9 @@ def test_the_weights_of_the_best_validation_are_kept_and_a_resumed_run_goes_on_c
     assert checkpoints.load_model(path, "cpu", t).trained_steps == 2
     assert run(["--resume", f"--log_dir={tmp_path}"], 5) == 130
     assert checkpoints.read(path)[1]["step"] == 2, "4.0 is worse"
-    assert f"{path.relative_to(tmp_path)}, of step 2 with loss 3.0000" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{path.relative_to(tmp_path)}, of step 2 with loss 3.0000" in out
+    assert out.count("step:2/6 val_loss:3.0000") == 1, "the lines of an earlier run are not shown again"
     assert run(["--resume", f"--log_dir={tmp_path}"]) == 0
     assert checkpoints.read(path)[1]["step"] == 6 and [*(tmp_path / "models").iterdir()] == [path]
 

@@ -28,13 +28,6 @@ def test_a_sample_has_the_tokens_that_are_asked_for_or_a_sentence_says_why_there
         assert report.sample_of(run, t, "models/x.pt") == said
 
 
-def test_lines_of_an_earlier_run_are_not_shown_again(capsys):
-    log = journal.Log()
-    log.step(1, 1.0, "train_loss", 3.0, show=False)
-    log.step(1, 1.0, "val_loss", 2.0, show=False)
-    assert log.bar is None and len(log.steps) == 2 and capsys.readouterr() == ("", "")
-
-
 def test_a_terminal_gets_a_bar_that_makes_way_for_lines_and_stays_at_the_end(corpus, tmp_path, monkeypatch):
     screen = io.StringIO()
     screen.isatty = lambda: True
