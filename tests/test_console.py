@@ -13,7 +13,7 @@ from conftest import ROOT, arguments
 
 import train_gpt as t
 from nanogpt.ranks import BadInput
-from records import console, journal, report
+from records import console, report
 
 
 def test_a_sample_has_the_tokens_that_are_asked_for_or_a_sentence_says_why_there_is_none(monkeypatch):
