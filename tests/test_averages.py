@@ -12,7 +12,8 @@ import train_gpt as t
     (32, 8, 4, 0.5),  # over the last quarter of the steps
     (3, 3, 3, 1.0),  # fewer than four steps: the average does not go back to the initial weights
 ])
-def test_the_last_weights_go_half_of_the_way_to_their_averages_but_not_those_of_tables(num_steps, steps, every, amount):
+def test_the_last_weights_go_half_of_the_way_to_their_averages_but_not_those_of_tables(
+        num_steps, steps, every, amount):
     model = untrained(num_steps=num_steps, average_frac=0.25, dtype="float64")
     optimizer = optimizer_of(model)
     expected = {name: w.detach().clone() for name, w in model.named_parameters()}

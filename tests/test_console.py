@@ -16,7 +16,8 @@ from nanogpt.ranks import BadInput
 from records import console, report
 
 
-def test_a_sample_has_the_tokens_that_are_asked_for_or_a_sentence_says_why_there_is_none(monkeypatch):
+def test_a_sample_has_the_tokens_that_are_asked_for_or_a_sentence_says_why_there_is_none(
+        monkeypatch):
     run = SimpleNamespace(config=t.Config(sample="x", sample_tokens=3), device="cpu")
     load = mock.Mock()
     monkeypatch.setattr(t.checkpoints, "load_model", load)
@@ -28,7 +29,8 @@ def test_a_sample_has_the_tokens_that_are_asked_for_or_a_sentence_says_why_there
         assert report.sample_of(run, t, "models/x.pt") == said
 
 
-def test_a_terminal_gets_a_bar_that_makes_way_for_lines_and_stays_at_the_end(corpus, tmp_path, monkeypatch):
+def test_a_terminal_gets_a_bar_that_makes_way_for_lines_and_stays_at_the_end(
+        corpus, tmp_path, monkeypatch):
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", screen)
@@ -36,9 +38,10 @@ def test_a_terminal_gets_a_bar_that_makes_way_for_lines_and_stays_at_the_end(cor
     assert t.main(arguments(data_dir=corpus, log_dir=tmp_path, num_layers=1)) == 0
     frames = [part for part in screen.getvalue().replace("\n", "\r").split("\r") if part.strip()]
     assert any(frame.startswith("step:2/4 val_loss:") for frame in frames)
-    *_, last_bar = [place for place, frame in enumerate(frames) if "%|" in frame]
-    assert frames[last_bar].startswith("100%") and "4/4" in frames[last_bar] and "loss " in frames[last_bar]
-    assert frames[last_bar + 1].startswith("training "), "what came of the run stands below it"
+    *_, place = [place for place, frame in enumerate(frames) if "%|" in frame]
+    last_bar, below = frames[place : place + 2]
+    assert last_bar.startswith("100%") and "4/4" in last_bar and "loss " in last_bar
+    assert below.startswith("training "), "what came of the run stands below it"
 
 
 RUNS = """

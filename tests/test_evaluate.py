@@ -46,8 +46,9 @@ def score_alone(model, context, tokens):
 @pytest.mark.parametrize("num_layers", [2, 5])
 def test_scores_are_those_of_each_ending_alone_whatever_it_is_packed_with(num_layers, monkeypatch):
     """All at the border of a document takes part: attention, n-grams, induced tokens, what is taken from the token before."""
-    narrow, wide = (tiny(num_layers=num_layers, dtype=dtype, vocab_size=BOS + 1, seq_len=2048, micro_tokens=2048, batch_tokens=2048,
-                         schedule="laptop") for dtype in ("float32", "float64"))
+    sizes = dict(num_layers=num_layers, vocab_size=BOS + 1, seq_len=2048, micro_tokens=2048,
+                 batch_tokens=2048, schedule="laptop")
+    narrow, wide = (tiny(dtype=dtype, **sizes) for dtype in ("float32", "float64"))
     monkeypatch.setattr(evaluate, "ENDINGS_AT_A_TIME", 4)
     endings = random_endings([1, 40, 118, 119, 127, 128, 130, 300, 700, 1100])  # windows are 256 and 512
     found = evaluate.score_endings(narrow, endings)

@@ -56,7 +56,8 @@ def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
         'defect {"what": "tokens were lost"}',
         RULE, "val_loss: 3.0", "reached: true", "mfu: null", "code_sha256: ab"]
     assert capsys.readouterr().out.splitlines() == [
-        "step:0/10 val_loss:10.8258 train_time:0ms step_avg:- bits_per_byte:15.6184", "warning: tokens were lost"]
+        "step:0/10 val_loss:10.8258 train_time:0ms step_avg:- bits_per_byte:15.6184",
+        "warning: tokens were lost"]
 
 
 def test_only_losses_that_are_asked_for_are_waited_for(tmp_path, monkeypatch):
@@ -86,16 +87,21 @@ def test_the_clock_waits_for_the_device_when_it_starts_and_when_it_stops(monkeyp
 
 def test_the_files_of_the_project_are_those_it_imported(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "ROOT", tmp_path)
-    texts = {"rooms/low/fp99.py": "Grüße\r\n", "rooms/__init__.py": "", ".venv/lib/site-packages/a_library.py": "x = 1\n",
-             "train_gpt.py": "x = 2\n", "many_seeds.py": "x = 3\n", "not_imported.py": "x = 4\n"}
-    for path, text in texts.items():
+    contents = {
+        "rooms/low/fp99.py": "Grüße\r\n".encode(), "rooms/__init__.py": b"",
+        ".venv/lib/site-packages/a_library.py": b"x = 1\n", "train_gpt.py": b"x = 2\n",
+        "many_seeds.py": b"x = 3\n", "not_imported.py": b"x = 4\n"}
+    for path, content in contents.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_bytes(text.encode())
+        (tmp_path / path).write_bytes(content)
         if path != "not_imported.py":
             monkeypatch.setitem(sys.modules, path, SimpleNamespace(__file__=str(tmp_path / path)))
     files = journal.project_files(tmp_path / "train_gpt.py")
-    assert [file["path"] for file in files] == ["many_seeds.py", "rooms/__init__.py", "rooms/low/fp99.py"]
-    assert files[2]["text"] == "Grüße\r\n" and files[2]["sha256"] == hashlib.sha256("Grüße\r\n".encode()).hexdigest()
+    paths = ["many_seeds.py", "rooms/__init__.py", "rooms/low/fp99.py"]
+    assert [file["path"] for file in files] == paths
+    for file in files:
+        assert file["text"].encode() == contents[file["path"]]
+        assert file["sha256"] == hashlib.sha256(contents[file["path"]]).hexdigest()
 
 
 def test_a_run_has_the_sum_of_its_script_which_must_be_found_again_in_the_log():

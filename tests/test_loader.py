@@ -78,15 +78,16 @@ def test_the_batch_size_changes_at_the_first_step_of_a_stage(large):
     assert [len(batch) for batch in found] == [2] * 4 + [4] * 6 + [2] * 4  # 3.5 and 10.5, rounded to even
 
 
-@pytest.mark.parametrize("rank, world_size, group_tokens, micro_tokens, group_size, micro_batches", [
+@pytest.mark.parametrize(
+    "rank, world_size, group_tokens, micro_tokens, group_size, micro_batches", [
     (0, 1, 512, 1536, 2, [(0, 6)]),
-    (0, 1, 512, 1280, 2, [(0, 2), (2, 4), (4, 6)]),  # three sequences would be one and a half groups
+    (0, 1, 512, 1280, 2, [(0, 2), (2, 4), (4, 6)]),  # three sequences would be 1.5 groups
     (0, 1, 512, 256, 2, [(i, i + 1) for i in range(6)]),
     (1, 2, 10**6, 2048, 6, [(3, 6)]),
     (1, 3, 1024, 2048, 4, [(2, 4)]),
     (1, 6, 100, 2048, 1, [(1, 2)]),
 ])
-def test_groups_are_cut_from_the_whole_batch_and_a_micro_batch_is_made_of_whole_ones_or_lies_inside_one(
+def test_groups_are_cut_from_the_whole_batch_and_a_micro_batch_has_whole_ones_or_lies_inside_one(
         rank, world_size, group_tokens, micro_tokens, group_size, micro_batches, monkeypatch):
     monkeypatch.setattr("nanogpt.batches.GROUP_TOKENS", group_tokens)
     monkeypatch.setattr("nanogpt.batches.rank_and_world_size", lambda: (rank, world_size))

@@ -455,8 +455,8 @@ def work(rank, world_size, folder):
         losses.append(t.train_step(model, optimizer, batch, step).item())
     optimizer.tables.complete()
     of_tables = {n: optimizer.tables.tables[n].mean_square for n in TABLES}
-    torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.params}, losses=losses, tables=of_tables),
-               f"{folder}/{world_size}-{rank}")
+    weights = {n: model.weight(n).detach().clone() for n in model.params}
+    torch.save(dict(weights=weights, losses=losses, tables=of_tables), f"{folder}/{world_size}-{rank}")
     if world_size > 1:
         dist.destroy_process_group()
 

@@ -238,8 +238,9 @@ def test_after_each_step_the_fp8_weights_are_the_bf16_weights_rounded_also_of_a_
             multiplier = (448 / w.double().abs().max()).float()
             expected = (w.float() * multiplier).clamp(-448, 448).to(E4M3)
             product = recipe_at(model, layer, name)
-            assert torch.equal(product.weight_bytes.view(E4M3).float(), expected.float()), (step, layer, name)
-            assert product.weight_scale == multiplier.reciprocal() and product.weight_scale.data_ptr() % 16 == 0
+            rounded, scale = product.weight_bytes.view(E4M3), product.weight_scale
+            assert torch.equal(rounded.float(), expected.float()), (step, layer, name)
+            assert scale == multiplier.reciprocal() and scale.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])

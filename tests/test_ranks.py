@@ -53,7 +53,8 @@ import pathlib
 pathlib.Path(sys.argv[0] + os.environ["RANK"]).write_text(str(os.getpid()))
 if os.environ["RANK"] == "1":
     t.STOP.end_after_a_step = lambda: os.kill(os.getpid(), 9)""")
-    torchrun = run(*TORCHRUN, "--nproc_per_node=2", driver, *arguments(data_dir=corpus, log_dir=tmp_path), timeout=60)
+    keys = arguments(data_dir=corpus, log_dir=tmp_path)
+    torchrun = run(*TORCHRUN, "--nproc_per_node=2", driver, *keys, timeout=60)
     assert torchrun.returncode != 0
     for rank in (0, 1):
         pid = Path(f"{driver}{rank}").read_text()

@@ -60,25 +60,30 @@ def facts_in(text):
     return dict(re.findall(r"^(\w+) +(.+)$", text, re.MULTILINE))
 
 
-def test_a_run_says_what_it_will_do_and_what_came_of_it_and_to_miss_the_target_is_no_crash(first, corpus):
+def test_a_run_says_what_it_will_do_and_what_came_of_it_and_to_miss_the_target_is_no_crash(
+        first, corpus):
     run, folder = first
     path, weights = only_log(folder), folder / "model.pt"
     assert run.returncode == 0 and run.stderr == ""
     begin, end = map(facts_in, run.stdout.split("\nsample: The "))
     expected = {
-        "preset": "laptop", "precision": "fp32", "seed": "0", "log": str(path), "weights": str(weights),
-        "data": f"{corpus}: 12,000 bytes for training, 512 for validation", "run": "4 steps, 4,096 bytes, 0.34 epochs"}
+        "preset": "laptop", "precision": "fp32", "seed": "0", "log": str(path),
+        "weights": str(weights), "run": "4 steps, 4,096 bytes, 0.34 epochs",
+        "data": f"{corpus}: 12,000 bytes for training, 512 for validation"}
     assert expected.items() <= begin.items()
     result, best = read_log(path).end, checkpoints.read(weights)[1]
     loss, seconds = result["val_loss"], result["train_time_s"]
     expected = {
-        "loss": f"{loss:.4f} nats per byte, {loss / math.log(2):.3f} bits per byte", "target": "1: missed", "log": str(path),
+        "loss": f"{loss:.4f} nats per byte, {loss / math.log(2):.3f} bits per byte",
+        "target": "1: missed", "log": str(path),
         "weights": f"{weights}, of step {best['step']} with loss {best['val_loss']:.4f}"}
     assert expected.items() <= end.items() and end["training"].endswith(" the loss of steps 1 to 4")
-    assert end["time"].startswith(f"{seconds:.1f} s of training, {result['step_avg_ms']} ms a step, ")
-    assert (result["step_avg_ms"], result["tokens_per_s"]) == pytest.approx((250 * seconds, 4096 / seconds), rel=0.01)
+    per_step, per_second = result["step_avg_ms"], result["tokens_per_s"]
+    assert end["time"] == f"{seconds:.1f} s of training, {per_step} ms a step, {per_second:,} tokens/s"
+    assert (per_step, per_second) == pytest.approx((250 * seconds, 4096 / seconds), rel=0.01)
     sampling, evaluation = run.stdout.splitlines()[-2:]
-    assert sampling.endswith(f'sample.py {weights} "Once upon a time"') and evaluation.endswith(f"evaluate.py {weights}")
+    assert sampling.endswith(f'sample.py {weights} "Once upon a time"')
+    assert evaluation.endswith(f"evaluate.py {weights}")
 
 
 def test_a_run_that_reaches_its_target_exits_with_0_and_the_same_seed_gives_the_same_losses(first, corpus, tmp_path):
@@ -113,7 +118,8 @@ def test_the_order_of_a_run_and_that_each_step_draws_other_numbers(corpus, tmp_p
         [x.clear() for x in (events, seeds, draws)], limits_before_steps.extend(limits)))
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, candidates=64, average_frac=1.0))
     whole = ["complete", "gather", "validate"]
-    assert events == [*whole, "step", "step", *whole, "step", "step", "average", "complete", *whole, "a signal ends it"]
+    assert events == [*whole, "step", "step", *whole, "step", "step", "average", "complete", *whole,
+                      "a signal ends it"]
     assert len(set(seeds)) == 4 and limits_before_steps == [()], "a rank that has died would be waited for too long"
     assert len(draws) == 4 and not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
 
@@ -247,9 +253,10 @@ def test_two_processes_have_the_losses_and_weights_of_one_through_all_stages(cor
     log = read_log(only_log(two))
     assert log.environment["world_size"] == 2
     assert losses(log) == losses(read_log(only_log(one)))
-    assert [[*stage.values()] for stage in log.facts["stage"]] == [[0, 2, 1024], [2, 4, 1024], [4, 6, 2048]]
+    stages = [[*stage.values()] for stage in log.facts["stage"]]
+    assert stages == [[0, 2, 1024], [2, 4, 1024], [4, 6, 2048]]
     assert log.end["tokens"] == 4 * 1024 + 2 * 2048
-    assert log.steps[1].loss == pytest.approx(math.log(384), abs=0.05), "the mean over a smaller batch, too"
+    assert log.steps[1].loss == pytest.approx(math.log(384), abs=0.05), "the mean of a small batch"
     a, b = (checkpoints.read(folder / "model.pt")[0] for folder in (one, two))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-9, atol=1e-9)

@@ -25,7 +25,8 @@ def generator(seed=0):
 
 
 def random_model():
-    return tiny(vocab_size=384, seq_len=1024, micro_tokens=1024, batch_tokens=1024, num_steps=4, schedule="laptop")
+    return tiny(vocab_size=384, seq_len=1024, micro_tokens=1024, batch_tokens=1024, num_steps=4,
+                schedule="laptop")
 
 
 def continue_text(model, text, count, **options):
