@@ -78,6 +78,21 @@ def test_the_batch_size_changes_at_the_first_step_of_a_stage(large):
     assert [len(batch) for batch in found] == [2] * 4 + [4] * 6 + [2] * 4  # 3.5 and 10.5, rounded to even
 
 
+def test_a_batch_is_prepared_only_after_meet_and_once_the_one_before_is_remembered(folder):
+    past = t.GPT(config(folder), CPU).past
+    batch = Batch(torch.zeros(1, 257, dtype=torch.uint16), [slice(0, 1)], 1)
+    sentence = "`meet` must come before each batch, and `remember` between two"
+    with pytest.raises(RuntimeError, match=sentence):
+        past.prepare(batch)
+    past.meet()
+    first = past.prepare(batch)
+    past.meet()
+    with pytest.raises(RuntimeError, match=sentence):
+        past.prepare(batch)
+    past.remember(first)
+    past.prepare(batch)
+
+
 @pytest.mark.parametrize(
     "rank, world_size, group_tokens, micro_tokens, group_size, micro_batches", [
     (0, 1, 512, 1536, 2, [(0, 6)]),

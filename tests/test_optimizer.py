@@ -278,6 +278,20 @@ def test_each_step_updates_matrices_as_muon_does_each_at_its_own_rate_times_the_
                 getattr(model, name)[i].detach().numpy(), expected, rtol=1e-9, atol=1e-11, err_msg=f"{name} {i}")
 
 
+def test_tables_refuse_calls_in_a_wrong_order():
+    model = small("float64")
+    tables = optimizer_of(model).tables
+    (rows, gradients), _ = give_gradients(model, optimizer_of(model), 1, micro_batches=2)
+    used = used_rows([rows, rows])
+    with pytest.raises(RuntimeError, match="`add 0` of the tables must be after `begin`"):
+        tables.add(0, gradients)
+    tables.begin([rows, rows], used)
+    for wrong in (lambda: tables.add(1, gradients), lambda: tables.add_embedding(None),
+                  lambda: tables.update({}, None), tables.finish, lambda: tables.begin([rows], used)):
+        with pytest.raises(RuntimeError, match="but was called after `begin`"):
+            wrong()
+
+
 def test_a_missing_gradient_or_an_unknown_optimizer_is_an_error_in_a_sentence():
     model = small("float64")
     optimizer = optimizer_of(model)

@@ -488,7 +488,8 @@ import torch
 
 def state():
     numbers = torch.get_num_threads(), torch.get_default_dtype(), torch.get_rng_state().tolist()
-    return dict(os.environ), os.getcwd(), os.listdir(), numbers, threading.active_count()
+    started = torch.cuda.is_initialized(), threading.active_count()
+    return dict(os.environ), os.getcwd(), os.listdir(), numbers, started
 
 for name in sys.argv[2:]:
     child = os.fork()  # each one is imported first of all
