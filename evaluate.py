@@ -45,7 +45,9 @@ from torch import nn
 from tqdm import tqdm
 
 import sample
+import train_gpt
 from data import Parser, hellaswag, require, shards, texts
+from nanogpt import checkpoints
 from nanogpt.masks import BLOCK_SIZE
 from records.console import end_in_order
 
@@ -182,7 +184,7 @@ def hellaswag_measures(model: Model, items: list[dict]) -> dict[str, Measure]:
 
 def load_model(path: str, device: str) -> Model:
     """Raises BadInput if the file is no checkpoint of this program."""
-    gpt = sample.load(path, device)
+    gpt = checkpoints.load_model(path, device, train_gpt)
     encode, to_bytes = sample.codec(gpt.config.vocab_size)
     lengths = [len(to_bytes(token)) for token in range(gpt.config.vocab_size)]
     return Model(path, gpt, encode, np.array(lengths))

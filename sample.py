@@ -100,16 +100,6 @@ def continued(model, text: str, count: int, temperature: float = 0.8,
 DEVICES = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]  # the best one first
 
 
-def load(path: str, device: str):
-    """The model of a file. On a CPU that can only emulate bf16 it computes in float32. Raises
-    BadInput if the file is no checkpoint of this program."""
-    import train_gpt
-    model = checkpoints.load_model(path, device, train_gpt)
-    if device == "cpu" and not train_gpt.CPU_HAS_BF16:
-        model.float()
-    return model
-
-
 def work(argv: list[str]) -> None:
     """Continues a text, and shows each token as it is drawn. Raises BadInput."""
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
@@ -128,7 +118,8 @@ def work(argv: list[str]) -> None:
         value = getattr(options, name)
         require(value >= 0, f"--{name}={value} must be 0 or more")
     require(0 <= options.seed < 2**32, f"--seed={options.seed} must be from 0 to {2**32 - 1}")
-    model = load(options.model, options.device)
+    import train_gpt  # here, as the trainer imports this file
+    model = checkpoints.load_model(options.model, options.device, train_gpt)
     text = options.text
     if text is None:
         if sys.stdin.isatty():

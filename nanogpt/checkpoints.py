@@ -126,8 +126,9 @@ def config_values(config: dict, config_class: type) -> dict:
 
 def load_model(path: str | Path, device: torch.device | str, script):
     """The train_gpt.GPT of a file, for texts of any multiple of 128 tokens. `script` is that
-    module. Says so if another train_gpt.py has trained it, as the same weights may mean something
-    else there. Raises BadInput if there is no such model."""
+    module. On a CPU that can only emulate bf16 it computes in float32. Says so if another
+    train_gpt.py has trained it, as the same weights may mean something else there. Raises BadInput
+    if there is no such model."""
     device = torch.device(device)
     weights, about = read(path)
     values = config_values(about["config"], script.Config)
@@ -144,6 +145,8 @@ def load_model(path: str | Path, device: torch.device | str, script):
             raise
         raise BadInput(f"{path} does not fit this code; use the code of its run, which the log "
                        f"{about.get('run_id', 'RUN_ID')}.txt holds") from None
+    if device.type == "cpu" and not script.CPU_HAS_BF16:
+        model.float()
     model.trained_steps = about["step"]
     if about.get("code_sha256") not in (None, sha256(script.SOURCE)):
         complain(f"{path} was trained by another train_gpt.py; what this one computes with it may "

@@ -144,7 +144,7 @@ def test_the_program_continues_a_text_from_the_command_line_and_from_a_pipe(chec
 
 
 def test_the_program_hands_on_all_its_options(monkeypatch, capsys):
-    monkeypatch.setattr(sample, "load", lambda path, device: path)
+    monkeypatch.setattr(t.checkpoints, "load_model", lambda path, device, script: path)
     monkeypatch.setattr(sample, "continued", lambda *given: [repr(given)])
     sample.work(["m.pt", "x", "--seed=3", "--temperature=0.5", "--sample_tokens=7"])
     assert capsys.readouterr().out == "('m.pt', 'x', 7, 0.5, 3)\n"
