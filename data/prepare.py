@@ -216,7 +216,7 @@ def work(argv: list[str]) -> None:
     except OSError as error:
         raise BadInput(
             f"cannot write to {args.out or DATA} ({error.strerror}); make room there, or give "
-            "yourself the right to write there, and delete the folder that was begun") from None
+            "yourself the right to write there, and run the same command again") from None
     screen = sys.stderr if args.print_folder else sys.stdout
     print(f"{os.path.relpath(folder)}: {result}", file=screen)
     if args.print_folder:
