@@ -246,6 +246,17 @@ def test_all_measures_of_two_models(tmp_path, items, checkpoint, another, capsys
         assert part in out
 
 
+def test_models_are_compared_on_sequences_of_one_length(tmp_path, capsys):
+    paths = []
+    for val_seq_len in (256, 512):  # the same weights, so that only the lengths could differ
+        paths.append(tmp_path / f"{val_seq_len}.safetensors")
+        keep(paths[-1], untrained(val_seq_len=val_seq_len, val_tokens=512))
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh " * 100)
+    out = run(capsys, *paths, f"--text={text}")[1]
+    assert re.search(r"512.safetensors minus .*nats per byte: [+-]?0\.0000", out), out
+
+
 def test_one_document_has_no_error_and_no_interval_and_a_sentence_says_why(tmp_path, checkpoint, another, capsys):
     text = tmp_path / "text.txt"
     text.write_text("The first one ends.\n\nA second.<|endoftext|>")
