@@ -8,8 +8,8 @@ Every rank draws those of all groups, by the seed and the step. So the candidate
 any number of GPUs of one kind, and the ranks need not tell each other what they have counted.
 
 A small group has fewer targets among its candidates, so more candidates are drawn at random; and
-with small groups they are drawn anew more often. Of the sizes that were tried, 8,192 candidates for
-each 16,384 tokens gave the lowest loss for their time (records/long_runs.md).
+with small groups they are drawn anew more often. Of the sizes that were tried, none was clearly
+better for its time than 8,192 candidates for each 16,384 tokens (records/long_runs.md).
 """
 from typing import NamedTuple
 
