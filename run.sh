@@ -87,7 +87,7 @@ else
       if [ $tokens = bytes ]; then
         "$python" data/prepare.py --python-docs
       elif [ "$gpus" = 0 ]; then
-        fail "this preset needs a GPU; leave out --preset, or give a text of your own"
+        fail "this preset is for FineWeb and a GPU; leave out --preset, or give a text of your own"
       else
         "$python" data/fineweb.py 9
       fi ;;

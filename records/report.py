@@ -35,11 +35,12 @@ def begin(log: journal.Log, script, device: torch.device, about_run: dict, files
     active, in_tables = num_weights(script.parameter_table(c))
     train_tokens = sum(shard["tokens"] for shard in data if shard["split"] == "train")
     tokens = c.seq_len * sum(script.batch_plan(c))
+    used = ", ".join(sorted({*recipe_names.values()}))
     show_facts(log, {
         "device": f"{machine_name(machine, config)}, torch {machine['torch']}",
         "preset": c.preset,
         "model": f"{active / 1e6:,.1f}M parameters active, {in_tables / 1e6:,.1f}M in tables",
-        "precision": ", ".join(sorted({*recipe_names.values()})),
+        "precision": c.precision if used == c.precision else f"{c.precision} ({used})",
         "data": f"{c.data_dir}: {train_tokens:,} {unit}s for training, {c.val_tokens:,} for "
                 "validation",
         "run": f"{c.num_steps:,} steps, {tokens:,} {unit}s, {tokens / train_tokens:.2f} epochs"
