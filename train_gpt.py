@@ -209,8 +209,8 @@ class Config(RunConfig):
         0, "seed of the initial weights, candidates and random rounding", least=0,
         most=2**32 - 1)
     precision: str = key(
-        "auto", "row of PRECISIONS: bf16, fp32, fp16, fp8, fp8-head, fp8-mlp, fp8-qkv or nvfp4 "
-        "(docs/precision.md); auto: fp8-qkv where the GPU has FP8, else bf16")
+        "auto", "row of PRECISIONS, such as bf16 or fp8-head (all: docs/precision.md); auto: "
+        "fp8-qkv where the GPU has FP8, else bf16")
     float8_all_gather: bool = key(
         False, "hand out the layers' updated matrices as FP8, which halves their traffic; for "
         "--precision=fp8")

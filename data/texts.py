@@ -53,7 +53,8 @@ def find_files(item: str) -> list[Path]:
             f"{item}: a folder of shards; train on them with --data_dir={item}")
     found = [path for path in sorted(Path(item).rglob("*")) if path.is_file()
              and not any(part.startswith(".") for part in path.relative_to(item).parts)]
-    require(found, f"{item}: no files in this folder, but hidden ones; name another, or a file")
+    require(found, f"{item}: no files in this folder (hidden ones do not count); name another, or "
+            "a file")
     return found
 
 
