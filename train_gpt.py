@@ -9,13 +9,12 @@ This file holds model, loss, optimizers and run. It reads from top to bottom: (1
 (2) products, (3) attention, (4) parameters and layers, (5) the loss, (6) the whole model, (7) the
 output head in FP8, (8) the optimizers, (9) schedules, (10) one step and validation, (11) the run.
 
-A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section 1) names what it is
-without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 4;
+Read it first as --preset=gpt2 runs it, the plain transformer: PLAIN_MODEL (section 1) names what it
+is without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 4;
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
 over the whole vocabulary; and there are no tables, so that `Tables` only adds up the gradients of
 the token embedding's rows. On the way through the model, a part that is off is None (numbers of
-rows, guesses and candidates: an empty tensor), or returns early. (Hashes of the last tokens are
-made anyway.)
+rows, guesses and candidates: an empty tensor), or returns early.
 
 The rest lives in folders: data/ makes and reads shards, records/ writes logs and judges them, and
 nanogpt/ has the tables, what follows from the text alone, kernels, compilation, low precision,
@@ -24,10 +23,11 @@ notebooks can use its parts.
 
 Shapes in comments: T tokens that are worked on at a time, mostly a micro-batch, its sequences end
 to end, D width of the model, H attention heads, d width of a head, F hidden width of the MLP, L
-layers, E of them with value embeddings, V size of the vocabulary, G lengths of n-grams, W width of
-their rows. A function whose docstring says "A collective." exchanges data with the other ranks
-(processes, one for each GPU): all must call it at the same point. "(record 28)" names a record of
-the speedrun, whose code is in github.com/KellerJordan/modded-nanogpt."""
+layers, A of them with attention, E with value embeddings, V size of the vocabulary, G number of
+lengths of n-grams, W width of their rows. A function whose docstring says "A collective." exchanges
+data with the other ranks (processes, one for each GPU): all must call it at the same point.
+"(record 28)" names a record of the speedrun, whose code is in
+github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -176,8 +176,8 @@ class Config(RunConfig):
     table_lr: float = key(0.12, "learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
-        3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
-        "the most tokens by which a match in the document is looked for. Tokens that differ only "
+        3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; a "
+        "match in the document has at most so many tokens, too. Tokens that differ only "
         "in case, accents, or a space before count as the same",
         least=2)
     ngram_rows: int = key(
@@ -245,7 +245,7 @@ class Config(RunConfig):
 
     @property
     def longest_match(self) -> int:
-        """The most last tokens that are compared with earlier ones."""
+        """How many tokens a match has at most, in the document or in the training text."""
         return max((self.longest_ngram, *self.recall_lengths))
 
 
@@ -298,9 +298,9 @@ PRESETS: dict[str, dict] = {  # a new one has a line in ABOUT, too
         target_loss=0.0),
     "speedrun": LONG_TEXTS | dict(
         # The default, 3,800 steps, reads 585M tokens. Record 92 reaches 3.277 on FineWeb and 3.124
-        # on the longer stand-in corpus, so 3.28 on FineWeb stands for 3.127 on the stand-in. There
-        # we are at 3.3602 after 191.5M tokens (five seeds, records/long_runs.md), and the loss
-        # falls by about 0.2105 when e times as many are read: 191.5M * e^((3.3602 - 3.127) /
+        # on the stand-in for it (README.md), so 3.28 on FineWeb stands for 3.127 on the stand-in.
+        # There we are at 3.3602 after 191.5M tokens (five seeds, records/long_runs.md), and the
+        # loss falls by about 0.2105 when e times as many are read: 191.5M * e^((3.3602 - 3.127) /
         # 0.2105) = 580M, and a little to be safe. A larger model needs fewer tokens, but more time
         # (the same page).
         muon_lr=0.0235, muon_momentum=0.92, muon_decay=2.0, head_lr=0.0072, scalar_lr=0.035,
@@ -465,7 +465,7 @@ class Setting(NamedTuple):
     queries and keys, how large its scores are) and about the loss. Each Setting has CUDA graphs of
     its own."""
     windows: tuple[int, int]  # the long one and the short one, in blocks
-    frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
+    frequencies: tuple[float, ...]  # of the rotary embedding, radians a token
     score_scale: float  # multiplies the scores of attention
     second_weight: float = 0.0  # as in Stage
 
@@ -564,7 +564,7 @@ def uniform(bound: float) -> Callable[[Tensor], None]:
     return lambda w: w.uniform_(-bound, bound)
 
 
-def constants(*numbers: float) -> Callable[[Tensor], None]:
+def given(*numbers: float) -> Callable[[Tensor], None]:
     return lambda w: w.copy_(torch.tensor(numbers))
 
 
@@ -584,7 +584,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     num_sources = 4 + bool(c.ngram_rows) + num_kinds + bool(E)  # as `last_stream` lists them
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
-    # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
+    # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 19).
     small_uniform = uniform(3**0.5 * 0.5 * D**-0.5)
     zero = nn.init.zeros_
 
@@ -633,7 +633,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # output (D, H d) is stored transposed, so that all have one shape.
         "qkvo": Param(
             (4 * A, H * d, D), init=of_attention, **muon),
-        "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
+        "scalars": Param((L, len(SCALARS)), init=given(*SCALARS.values()), **scalar),
         # row n is for a match of n tokens, in the document or in the training text; row 0 for none
         "length_vectors": Param((c.longest_match + 1, D), init=zero, **scalar),
         # the small network of `late_mix`: 64 hidden units, an amount of each source
@@ -642,7 +642,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # At first, 0.4 (0.1 of `late_mix` * 4) of the stream after two thirds of the layers is
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param(
-            (num_sources,), init=constants(0, 0, -4, *[0] * (num_sources - 3)), **late),
+            (num_sources,), init=given(0, 0, -4, *[0] * (num_sources - 3)), **late),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
 
@@ -803,7 +803,7 @@ def embed_inputs(
     for_late_mix = []
     if ngrams is not None:
         of_lengths = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W)
-        hashes = reading.hashes[: len(of_lengths)]  # (G, T); recalled tokens need longer ones, too
+        hashes = reading.hashes[: len(of_lengths)]  # (G, T); longer ones are for recalled tokens
         of_ngrams = (of_lengths * signs[hashes % SIGN_ROWS]).sum(0)  # (T, W)
         parts.append(widened(of_ngrams, x))
         for_late_mix.append(of_ngrams)
@@ -869,14 +869,14 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], w_in: Tensor | None, w_out:
 VAL_CHUNK = 16_384
 
 
-# A sigmoid caps the logits to (0, 23): height, shift and width of it (records 18, 54).
+# A sigmoid caps the logits to (0, 23): height, shift and width of it (records 19, 54).
 CAP = 23.0, 5.0, 7.5
 
 
 class CandidateRows(torch.autograd.Function):
     """The rows of the head (V, D) that are candidates: chosen (groups, n) -> (n, D) for each group.
     Autograd itself would make a gradient (V, D) for each group, mostly zeros, and add them up. Here
-    the sum over the groups is computed in one pass."""
+    `sum_over_groups`, which may be compiled, computes the sum over the groups in one pass."""
 
     @staticmethod
     def forward(ctx, head, chosen, place_of_token, sum_over_groups):
@@ -1079,7 +1079,7 @@ class GPT(nn.Module):
         second_weight = None
         if training and setting.second_weight:
             # The second target of a sequence's last token lies outside of the sequence. The
-            # sequence's first target takes its place: any candidate would do.
+            # sequence's first target takes its place, which is wrong, but for this token alone.
             sequences = targets.next_tokens.view(-1, self.config.seq_len)
             target_tokens = torch.stack((sequences, sequences.roll(-1, 1))).flatten(1)  # (2, T)
             second_weight = constant(self.device, setting.second_weight)
@@ -1133,7 +1133,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 #
 # docs/precision.md tells what FP8 is, and why a model learns with it. What does not fit its range
 # is clamped; `check_weights` watches the weights for that. The head's products are operators of
-# their own, nanogpt::mm and its gradient, as in record 21. That gradient is registered, so that
+# their own, nanogpt::mm and its gradient, as in record 19. That gradient is registered, so that
 # other code can put any loss behind it. FP8HeadLoss calls both operators itself, as its kernel has
 # the gradient of the logits ready.
 
@@ -1224,12 +1224,13 @@ class FP8HeadLoss(torch.autograd.Function):
 #
 # Every rank computes with a copy of all large weights in the model's dtype. Their originals
 # ("masters", in float32 or wider) and the state of their optimizers exist only once, shared out
-# over the ranks. Small banks are whole on every rank, and as wide. Tables have no originals.
+# over the ranks. Small banks are whole on every rank, in float32 or wider. Tables have no
+# originals.
 #
-# A step has three phases. First gradients are summed over the ranks: `Tables.add` begins the sums
-# of rows, `Optimizer.step` that of the head, and `Optimizer.start_sums` all others. Then each rank
-# updates its share. Last it hands the new weights out to all; but rows of tables travel only when
-# the next step begins (`Tables.begin`). `Param.share` says how:
+# A step has three phases. First gradients are summed over the ranks: `Optimizer.start_sums` begins
+# most of these sums, `Tables.add` those of rows, and `Optimizer.step` that of the head. Then each
+# rank updates its share. Last it hands the new weights out to all; but rows of tables travel only
+# when the next step begins (`Tables.begin`). `Param.share` says how:
 #
 #   share      of which     summed by               a rank updates         handed out by
 #   "slice"    matrices,    reduce-scatter          its slice of the       all-gather
@@ -1261,7 +1262,7 @@ POLAR_EXPRESS = (  # a, b, c of each iteration, chosen so that five are enough (
 def orthogonalize(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient (n, rows, columns) -> nearly U V^T of each matrix U S V^T, in `dtype`. Each
     iteration is an odd polynomial a X + b X^3 + c X^5. All of them together bring singular values
-    of 0.001 to 1 times the matrix's norm between 0.85 and 1.15 (Muon, Jordan 2024; record 38)."""
+    of 0.001 to 1 times the matrix's norm between 0.84 and 1.15 (Muon, Jordan 2024; record 38)."""
     X = gradient.to(dtype)
     tall = X.size(-2) > X.size(-1)
     if tall:
@@ -1661,7 +1662,7 @@ def setting_of(step: int, c: Config) -> Setting:
     # a key at most sqrt(2 d) if its halves come from two tokens (`offset_keys`), else sqrt(d).
     rotating = c.head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
-    score_scale = 12.8 / c.head_dim
+    score_scale = 12.8 / c.head_dim  # 0.1 for heads of 128, near the usual 1 / sqrt(d) = 0.088
 
     # 2. Each time that the long window has changed since. (A stage without steps, as the last one
     # of speedrun, sees farther, but rescales nothing.)
@@ -1739,8 +1740,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. This stream and that of `Past` wait for each other (`meet`), and the CPU waits until the
-    # used rows are counted (`used_rows`). Then the ranks send each other these rows (`begin`).
+    # 1. The main CUDA stream and that of `Past` wait for each other (`meet`), and the CPU waits
+    # until the used rows are counted (`used_rows`). Then the ranks send each other these rows
+    # (`begin`).
     model.past.meet()
     rows = [reading.rows() for reading, _ in batch.micro_batches]
     optimizer.tables.begin(rows, batch.used_rows())
@@ -1810,10 +1812,10 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
 
 
 def seed_rounding(seed: int, step: int, device: torch.device) -> None:
-    """Lets the random numbers of a step depend on seed, step and rank alone. Rounding takes them.
-    So a run that goes on from a save rounds as an undisturbed one. (torch.manual_seed does this,
-    too, but also keeps a stack trace for each kind of GPU that is not in use, which takes tenths of
-    a millisecond.)"""
+    """Lets the random numbers of a step depend on seed, step and rank alone. Random rounding uses
+    them. So a run that goes on from a save rounds as an undisturbed one. (torch.manual_seed does
+    this, too, but also keeps a stack trace for each kind of GPU that is not in use, which takes
+    tenths of a millisecond.)"""
     rank, _ = ranks.rank_and_world_size()
     # Primes, so that seeds, steps and ranks seldom meet: a CPU's generator takes 32 bits only.
     mixed = (seed * 1_000_003 + step * 1009 + rank) % 2**32

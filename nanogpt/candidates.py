@@ -69,9 +69,9 @@ class Candidates:
         if not self.number:
             return Drawn(*[uniform] * len(Drawn._fields))
         group = torch.arange(len(targets), device=targets.device) // group_tokens  # (T,)
-        place = group * uniform.size(1) + targets
+        cell = group * uniform.size(1) + targets  # of `here`, counted through
         here = torch.zeros_like(uniform)  # how often each token is a target in each group
-        here.view(-1).index_add_(0, place, torch.ones_like(targets, dtype=here.dtype))
+        here.view(-1).index_add_(0, cell, torch.ones_like(targets, dtype=here.dtype))
         counts = self.target_counts + here.cumsum(0)  # with those of the groups before
         chosen, bias, place_of_token = choose(self.number, here > 0, counts, uniform)
         lost = (here * (place_of_token < 0)).sum()

@@ -103,7 +103,7 @@ def weights_of(model) -> dict[str, Tensor]:
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict]:
     """The weights of a file, and what its header says. Raises BadInput if it has none."""
     file, about = open_file(path, "weights")
-    return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+    return {name: file.get_tensor(name) for name in file.keys()}, about
 
 
 def unused_path(path: Path) -> Path:
@@ -229,7 +229,7 @@ def check_save(path: str, data: list[dict], folder: str) -> dict:
 
 
 @torch.no_grad()
-def restore(path: str, saved: dict, optimizer) -> None:
+def restore(path: Path, saved: dict, optimizer) -> None:
     """Fills train_gpt.Optimizer and its model from a save, whose header was `saved`. The banks
     become copies of the masters, as after an update. The caller must tell the recipe of that
     (`weights_changed`). Raises BadInput if the save does not fit them, or is another one by now."""

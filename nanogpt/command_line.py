@@ -110,7 +110,7 @@ def check(c, script) -> None:
 
 
 def numbers_among(option: str, text: str, possible: tuple[int, ...]) -> tuple[int, ...]:
-    """all, none, or 2,0,5 -> these of the possible numbers, in their order. Raises BadInput."""
+    """all, none, or 2,0,5 -> these of the possible numbers, ascending. Raises BadInput."""
     chosen = {"all": possible, "none": ()}.get(text)
     if chosen is None:
         numbers = {number.strip() for number in text.split(",")}

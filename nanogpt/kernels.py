@@ -367,7 +367,7 @@ def _(a, b_t, product_scale, hidden_scale, h=None, grad_scale=1.0):
 # --------------------------------------------------------------------------------------------------
 # 5. The loss: cross-entropy of capped logits with its gradient, in one kernel (records 67, 79)
 #
-# A sigmoid caps the logits (records 18, 54): logit = height * sigmoid((z + shift) / width). They
+# A sigmoid caps the logits (records 19, 54): logit = height * sigmoid((z + shift) / width). They
 # lie between 0 and `height`, so their exponentials cannot overflow, and we need no maximum first.
 #
 # One program works on one token. It holds all V logits of the token in registers, so it reads them

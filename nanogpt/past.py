@@ -31,7 +31,7 @@ class Reading(NamedTuple):
     tokens: Tensor  # (T,) int64
     begins: Tensor  # (T,) bool, where documents begin, and sequences
     hashes: Tensor  # (longest_match - 1, T), of the last 2, 3, ... tokens
-    rows_of_ngrams: Tensor  # (G T,), their rows of the table (record 62 for pairs)
+    rows_of_ngrams: Tensor  # (G T,), numbers of their rows in the table (record 62 for pairs)
     # What came next where the last tokens stood before, and how many of them were the same there.
     # Both are 0 if they did not stand anywhere before. (T,) each.
     induced_token: Tensor
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
     recalled_length: Tensor
 
     def rows(self) -> dict[str, Tensor]:
-        """The rows that are looked up: at the tokens, and in the table of n-grams."""
+        """The numbers of the rows that are looked up, at the tokens and in the table of n-grams."""
         rows = {"tokens": self.tokens, "ngrams": self.rows_of_ngrams}
         return {at: numbers for at, numbers in rows.items() if len(numbers)}
 
@@ -118,7 +118,7 @@ class Past:
         self.side_stream = SideStream(device)
         self.read_calls = [caller(as_graphs), caller(as_graphs)]
         self.kept = None  # the last batch, so that its memory is not given away (`prepare`)
-        # Whether these were called after the last `prepare`, if there was one.
+        # Whether `meet` and `remember` were called after the last `prepare`, if there was one.
         self.has_met = False
         self.has_remembered = True
 

@@ -20,8 +20,9 @@ class Products:
     """The products of a projection, here in the dtype of its operands. Other recipes override some
     of the methods. These objects are arguments of compiled functions.
 
-    `factor` multiplies the projection: a learned number (), or 1.0 in a model without `scalars`.
-    Here it multiplies the weight, which has fewer elements than the result."""
+    `factor`, a learned number, multiplies the projection; 1.0 or None: there is none. Here it
+    multiplies the weight, which has fewer elements than the result; in `three_linears`, the
+    values."""
 
     def linear(self, x: Tensor, w: Tensor, factor: Tensor | float | None = None) -> Tensor:
         """x (T, K), w (N, K) -> factor x w^T (T, N)."""
