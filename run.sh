@@ -96,7 +96,5 @@ fi
 
 # 4. Train.
 [ "$gpus" -le 1 ] && exec "$python" train_gpt.py ${keys[@]+"${keys[@]}"}
-# Seconds that torchrun waits for the last save of all ranks when a signal ends it (torch 2.12 on).
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" train_gpt.py \
   ${keys[@]+"${keys[@]}"}

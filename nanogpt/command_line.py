@@ -71,10 +71,15 @@ def require_one_of(name: str, value: str, choices) -> None:
     require(value in choices, f"--{name}={value} is none of {', '.join(choices)}")
 
 
-def check(c, script) -> None:
-    """Raises BadInput where values of a train_gpt.Config do not fit each other."""
+def check_names(c, script) -> None:
+    """Raises BadInput where a schedule or a precision has no such entry in the script."""
     require_one_of("schedule", c.schedule, script.SCHEDULES)
     require_one_of("precision", c.precision, ("auto", *script.PRECISIONS))
+
+
+def check(c, script) -> None:
+    """Raises BadInput where values of a train_gpt.Config do not fit each other."""
+    check_names(c, script)
     require(c.device != "cuda" or torch.cuda.is_available(),
             "--device=cuda, but torch sees no GPU here")
     require(c.layers_with_attention, "--attention_layers=none: at least one layer needs attention")
@@ -149,8 +154,8 @@ def parse(script, argv: list[str]) -> dict:
     require(not (values.get("minutes") and "num_steps" in values),
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
     if values.pop("help", False):
-        # For its BadInput only: run.sh finds values that are out of range by --help.
-        configure(script, preset_of(values), values)
+        # For its BadInput only: run.sh finds wrong names and numbers by --help.
+        check_names(configure(script, preset_of(values), values), script)
         parser_of(script, preset_of(values)).print_help()
         raise SystemExit(0)
     return values

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data import BadInput, require, shards
 from nanogpt import checkpoints
-from nanogpt.command_line import check, configure, has_cuda, parse, preset_of, require_one_of
+from nanogpt.command_line import check, check_names, configure, has_cuda, parse, preset_of
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import compare, is_rank_0, on_all_ranks, rank_and_world_size
 
@@ -85,7 +85,7 @@ def fit(script, given: dict, cuda: bool):
     val = sum(map(shards.count_tokens, shards.find_shards(named, "val")))
     preset = given.get("preset") or preset_for(shards.kind_of_tokens(paths[0]), sum(train), cuda)
     c = configure(script, preset, OVER_PRESET | given)
-    require_one_of("schedule", c.schedule, script.SCHEDULES)
+    check_names(c, script)
     stages = script.SCHEDULES[c.schedule]
     upper_bounds = ("seq_len", "val_seq_len", "val_tokens")  # a short text may need less
     stays = {name: value for name, value in given.items() if name not in upper_bounds}

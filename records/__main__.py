@@ -5,6 +5,7 @@
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
 import argparse
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ if __name__ == "__main__":
 
 from . import compare, record
 from .console import end_in_order
-from .log import Log, read_bytes, read_log, read_logs
+from .log import PER_RUN, Log, read_bytes, read_log, read_logs
 
 
 def write_code(log: Log, folder: Path) -> None:
@@ -79,8 +80,12 @@ def work(argv: list[str]) -> int:
     if args.command == "check":
         return check(page)
     if args.command == "code":
-        write_code(read_log(args.log), args.folder)
-        print(f"wrote {args.folder}")
+        log = read_log(args.log)
+        write_code(log, args.folder)
+        settings = [f"--{key}={value}" for key, value in log.config.items()
+                    if key == "seed" or key not in PER_RUN]
+        print(f"wrote {args.folder}; the settings of the run, beside --data_dir:\n"
+              f"{shlex.join(settings)}")
     elif args.command == "log":
         sys.stdout.buffer.write(read_bytes(args.log))
     elif args.command == "new":

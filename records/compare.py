@@ -18,7 +18,7 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     text = (f"{head} (95 % from {interval.low:+.{digits}f} to {interval.high:+.{digits}f}, "
             f"Welch's p = {test.pvalue:.2g})")
     if test.pvalue >= ALPHA:
-        return f"{text}: not significant at {ALPHA}; more seeds would tell"
+        return f"{text}: not significant at {ALPHA}"
     return f"{text}: B is {'lower' if difference < 0 else 'higher'}"
 
 
@@ -56,7 +56,7 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
         lines.append("caution: the data of A and B differ")
     files = differing(a["code"], b["code"])
     if files:
-        lines.append(f"code: {', '.join(files)} differ; `python -m records code` writes them")
+        lines.append(f"code: another {', '.join(files)}; `python -m records code` writes the files")
     else:
         lines.append("code: the same")
     return lines

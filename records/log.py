@@ -15,7 +15,7 @@ RULE = "=" * 100  # the line that ends the source, and the one that begins the e
 SCRIPT = "train_gpt.py"  # what the source at the head of a log is called
 # Keys of the configuration in which runs of one record may differ. Data are compared by their sums.
 PER_RUN = {
-    "seed", "run_name", "log_dir", "jsonl", "data_dir", "save_checkpoint", "sample",
+    "seed", "run_name", "log_dir", "data_dir", "save_checkpoint", "save_every", "sample",
     "sample_tokens", "resume"}
 STEP = re.compile(
     r"step:(\d+)/\d+ (train|val)_loss:(\S+) train_time:(\d+)ms step_avg:\S+ms")

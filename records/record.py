@@ -31,7 +31,7 @@ def shared(log: Log) -> dict:
     config = {key: value for key, value in log.config.items() if key not in PER_RUN}
     keys = CPU_MACHINE if "CPU" in log.environment["devices"] else MACHINE
     machine = {key: log.environment[key] for key in keys if key in log.environment}
-    code = {path: sha256(content) for path, content in log.files.items()}
+    code = {path: sha256(content)[:12] for path, content in log.files.items()}
     return dict(code=code, data=data, config=config, machine=machine)
 
 
@@ -61,8 +61,7 @@ def pm(values: list[float], digits: int) -> str:
     moments = [statistics.fmean(values)]
     if len(values) > 1:
         moments.append(statistics.stdev(values))
-    # First to five digits: so a mean of 39.715 is 39.72, also where a float is just below it.
-    return " ± ".join(f"{round(moment, 5):.{digits}f}" for moment in moments)
+    return " ± ".join(f"{moment:.{digits}f}" for moment in moments)
 
 
 class Record:

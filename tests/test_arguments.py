@@ -15,12 +15,16 @@ class Config:
     data_dir: str = key("data", "folder of shards, 100% of them")
     shuffle: bool = key(False, "draw documents in random order")
     num_steps: int = key(100, "steps")
+    schedule: str = key("flat", "stages")
+    precision: str = key("auto", "recipes")
     muon_lr: float = key(0.5, "learning rate")
     resume: str = key("", "save to go on from")
 
 
 PRESETS = {"laptop": {}, "speedrun": {}, "small": {"num_steps": 10, "shuffle": True}}
-SCRIPT = SimpleNamespace(Config=Config, PRESETS=PRESETS, ABOUT={"small": "not large"}, __doc__="A title.\n\nAnd more.")
+SCRIPT = SimpleNamespace(
+    Config=Config, PRESETS=PRESETS, SCHEDULES={"flat": []}, PRECISIONS={"bf16": ()}, ABOUT={"small": "not large"},
+    __doc__="A title.\n\nAnd more.")
 
 
 def read(*argv):
@@ -65,3 +69,5 @@ def test_help_shows_all_keys_with_the_values_of_the_preset(capsys):
     out = capsys.readouterr().out
     assert end.value.code == 0 and "A title." in out and "steps [10]" in out and "100% of" in out
     assert "small     not large" in out and "--preset=small." in out and "more" not in out
+    with pytest.raises(BadInput, match="--schedule=flt is none of flat"):  # run.sh asks before it fetches data
+        read("--schedule=flt", "--help")

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -220,8 +221,9 @@ def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses
     out = processes.run("-m", "records", "code", path, folder)
     assert out.returncode == 0, out.stderr
     written = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.py")}
-    args = arguments(data_dir=corpus, log_dir=logs, save_checkpoint=logs / "model.pt", sample="The ", sample_tokens=8)
-    again = start(*args, script=folder / "train_gpt.py", cwd=folder)
+    settings = shlex.split(out.stdout.splitlines()[-1])
+    output = [f"--save_checkpoint={logs / 'model.pt'}", "--sample=The ", "--sample_tokens=8"]
+    again = start(*settings, f"--data_dir={corpus}", f"--log_dir={logs}", *output, script=folder / "train_gpt.py", cwd=folder)
     assert again.returncode == 0 and "\nsample: The " in again.stdout, again.stderr
     log = read_log(only_log(logs))
     assert log.files == read_log(path).files == written and log.run["git_commit"] is None
