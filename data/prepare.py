@@ -39,6 +39,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -62,14 +63,18 @@ MOST_VAL = 10_485_760 + 1  # one more, because the last prediction needs its tar
 def encode_all(documents: Iterable[str], use_bytes: bool) -> Iterator[np.ndarray]:
     """Yields the tokens of each document, SEPARATOR first: (n,) uint16."""
     vocabulary = None if use_bytes else gpt2.load()
-    documents = iter(documents)
-    while job := list(islice(documents, 256)):
+
+    def encode(text: str) -> np.ndarray:
         if use_bytes:
-            bodies = [gpt2.bytes_of(text) for text in job]
-        else:
-            bodies = vocabulary.encode_ordinary_batch(job, num_threads=os.cpu_count())
-        for body in bodies:
-            yield np.concatenate([[SEPARATOR], body], dtype="<u2", casting="unsafe")
+            return gpt2.bytes_of(text)
+        valid = text.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair
+        return vocabulary.encode_to_numpy(valid, disallowed_special=())
+
+    documents = iter(documents)
+    with ThreadPool() as pool:
+        while job := list(islice(documents, 256)):
+            for body in pool.imap(encode, job):
+                yield np.concatenate([[SEPARATOR], body], dtype="<u2", casting="unsafe")
 
 
 def write_corpus(documents: Iterable[str], folder: Path, use_bytes: bool, source: str) -> dict:
@@ -141,13 +146,12 @@ def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
     for number in count(2):
         record = folder / "corpus.json"
         try:
-            made = json.loads(record.read_text("utf-8"))
-        except (OSError, ValueError):  # there is none, or a full disk has left a part of it
-            made = {}
-        if made_of.items() <= made.items():
+            made = json.loads(record.read_text("utf-8") or "{}")  # a full disk leaves it empty
+        except (OSError, ValueError):  # there is none, or it is a text of somebody
+            made = None
+        if isinstance(made, dict) and made_of.items() <= made.items():
             return folder, True
-        was_begun = record.exists() and not made  # and interrupted
-        if was_begun or not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
+        if made == {} or not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
             return folder, False
         require(not args.out, f"{args.out}: holds other files, or was made of other text or with "
                 "other options, or is a file; name a new folder with --out")

@@ -40,7 +40,8 @@ def count_tokens(path: Path) -> int:
     require(size >= HEADER_BYTES,
             f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
     magic, _, num_tokens, *_ = header.tolist()
-    require(magic == MAGIC, f"{path} begins with magic {magic}, not {MAGIC}; {AGAIN}")
+    require(magic == MAGIC, f"{path} begins with magic {magic}, not {MAGIC}: is it of another "
+            f"format? write_shard in data/shards.py makes shards. If it is damaged, {AGAIN}")
     promised = HEADER_BYTES + 2 * num_tokens
     require(size == promised,
             f"{path} has {size} bytes where its header promises {promised}; {AGAIN}")

@@ -272,13 +272,15 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
     ("my_val_set.txt", "my-val_set"),
     ("taken.txt", "taken-2"),
     ("half.txt", "half"),
+    ("own.txt", "own-2"),
     ("notes.md.txt", "notes.md-2"),
     ("___.txt", "text"),
     ("сказка.txt", "сказка"),
 ])
 def test_the_default_folder_has_the_name_of_the_input(tmp_path, data, given, folder):
     write(data / "taken" / "other.py", "something else")
-    write(data / "half" / "corpus.json", '{"files": [')  # as a full disk leaves it
+    write(data / "half" / "corpus.json", "{}")  # as an interruption leaves it
+    write(data / "own" / "corpus.json", '{"text": "a"}\n{"text": "b"}\n')  # a text of the user
     write(data / "half" / "half_train_000001.bin", "cut off")
     write(data / "notes.md", "a file")
     main([write(tmp_path / given, STORY), "--bytes"])
