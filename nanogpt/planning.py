@@ -234,10 +234,11 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
     tokens than the model's, if there are too few, if the save is of other shards, or if so many
     processes cannot share the plan's batches."""
     _, world_size = rank_and_world_size()
+    or_change = "" if c.resume else ", or change --batch_tokens or --seq_len"
     for count in plan:
         require(count % world_size == 0,
                 f"{world_size} processes cannot share batches of {count} x {c.seq_len:,} tokens; "
-                "start fewer of them, or change --batch_tokens or --seq_len")
+                f"start fewer of them{or_change}")
     train_paths = shards.find_shards(c, "train")
     val_paths = shards.find_shards(c, "val")
     shards.check_kind(

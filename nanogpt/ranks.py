@@ -84,13 +84,13 @@ def all_ranks(value) -> list:
 
 
 def on_all_ranks(work: Callable, *args):
-    """Returns work(*args), computed on every rank. If it raises BadInput on some rank, every rank
-    does, so that none goes on and waits for the others. A collective."""
+    """Returns work(*args), computed on every rank. If it raises BadInput or OSError on some rank,
+    every rank raises BadInput, so that none goes on and waits for the others. A collective."""
     result = None
     sentence = None
     try:
         result = work(*args)
-    except BadInput as error:
+    except (BadInput, OSError) as error:
         sentence = str(error)
     sentences = all_ranks(sentence)
     for rank, fault in enumerate(sentences):

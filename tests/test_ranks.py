@@ -71,3 +71,13 @@ def test_ranks_must_have_the_same_facts_and_none_more(theirs, said, monkeypatch)
         ranks.compare(ours)
     theirs = ours
     ranks.compare(ours)
+
+
+@pytest.mark.parametrize("error", [BadInput("no shard"), OSError("no shard")], ids=type)
+def test_what_one_rank_cannot_do_is_said_by_all(monkeypatch, error):
+    def work():
+        raise error
+
+    monkeypatch.setattr(ranks, "all_ranks", lambda sentence: [None, sentence])
+    with pytest.raises(BadInput, match="rank 1: no shard"):
+        ranks.on_all_ranks(work)
