@@ -64,7 +64,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from data import shards
 from nanogpt import checkpoints, command_line, faults, gpu, kernels, masks, planning, ranks, warmup
-from nanogpt.batches import inputs_and_targets, rank_batches
+from nanogpt.batches import host_tensor, inputs_and_targets
 from nanogpt.candidates import Candidates, Targets
 from nanogpt.command_line import RunConfig, key
 from nanogpt.gpu import NoTransfer, constant, to_device
@@ -1844,7 +1844,8 @@ class Run:
         self.requests = ranks.Requests(self.device)
         self.get_state = partial(checkpoints.state_of, optimizer)
         batches = islice(shards.batches(run_files.train_paths, c, batch_plan(c)), self.step, None)
-        self.batches = shards.ahead(rank_batches(map(shards.packed, batches), c, self.device))
+        self.batches = shards.ahead(
+            host_tensor(shards.packed(batch), self.device) for batch in batches)
         self.batch: PreparedBatch | None = None  # of the next step
 
     def train(self) -> None:

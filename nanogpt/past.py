@@ -11,7 +11,6 @@ Khandelwal et al. 2020).
 """
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data import spellings
-from nanogpt.batches import Batch, inputs_and_targets
+from nanogpt.batches import group_sequences, inputs_and_targets, micro_batches
 from nanogpt.candidates import Candidates, Targets
 from nanogpt.gpu import NoTransfer, SideStream, caller, mark
 from nanogpt.ranks import rank_and_world_size
@@ -167,11 +166,11 @@ class Past:
     def join(self) -> None:
         self.side_stream.meet()
 
-    def prepare(self, batch: Batch, step: int = 0,
+    def prepare(self, sequences: Tensor, step: int = 0,
                 call: Callable | None = None) -> PreparedBatch:
-        """Makes the batch of a step ready. `call` runs `read_batch`, hundreds of small kernels: by
-        default as a CUDA graph, if the run is compiled for a GPU. (Batches of one size are cut
-        alike, so they share a graph.)
+        """Makes the batch of a step ready: all ranks' sequences, (n, seq_len + 1) uint16 on the
+        CPU. `call` runs `read_batch`, hundreds of small kernels: by default as a CUDA graph, if the
+        run is compiled for a GPU. (Batches of one size are cut alike, so they share a graph.)
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
         holds batch n until the next one is made, and two callers take turns, as a CUDA graph
@@ -182,40 +181,40 @@ class Past:
         if not (self.has_met and self.has_remembered):
             raise RuntimeError("`meet` must come before each batch, and `remember` between two")
         self.has_met = self.has_remembered = False
-        num_groups = math.ceil(len(batch.sequences) / batch.group_size)
+        num_groups = math.ceil(len(sequences) / group_sequences(len(sequences), self.config))
         self.read_calls.reverse()
         with self.side_stream.on():
-            sequences = batch.sequences.to(self.device, non_blocking=True)
+            sequences = sequences.to(self.device, non_blocking=True)
             uniform = self.candidates.random_numbers(num_groups, step)
-            prepared = (call or self.read_calls[0])(
-                "batch", partial(self.read_batch, batch), (sequences, uniform))
+            prepared = (call or self.read_calls[0])("batch", self.read_batch, (sequences, uniform))
             self.kept = prepared._replace(
                 ends=prepared.ends.to("cpu", non_blocking=True), is_there=mark(self.device))
         return self.kept
 
-    def read_batch(self, batch: Batch, sequences: Tensor, uniform: Tensor) -> PreparedBatch:
+    def read_batch(self, sequences: Tensor, uniform: Tensor) -> PreparedBatch:
         """Sequences on the device, and random numbers for candidates -> the batch, with `ends` on
         the device. Every rank reads all of it, so none has to tell the others what it looks up."""
         # 1. What all ranks need to know of all tokens.
         length = sequences.size(1) - 1
+        in_group = group_sequences(len(sequences), self.config)
         inputs, targets = inputs_and_targets(sequences.long())
         hashed = self.spell_and_hash(inputs, training=True)
         hashes = hashed[-1]
-        drawn = self.candidates.draw(targets, batch.group_size * length, uniform)
+        drawn = self.candidates.draw(targets, in_group * length, uniform)
 
         # 2. What this rank reads, in micro-batches.
-        micro_batches = []
-        for part in batch.micro_batches:
+        pairs = []
+        for part in micro_batches(len(sequences), self.config):
             its_tokens = slice(part.start * length, part.stop * length)
             reading = self.reading_of(*[x[..., its_tokens] for x in hashed])
             # The groups that it is made of, or the one that it lies in.
-            first_group = part.start // batch.group_size
-            last_group = (part.stop - 1) // batch.group_size
+            first_group = part.start // in_group
+            last_group = (part.stop - 1) // in_group
             groups = slice(first_group, last_group + 1)
             its_targets = Targets(
                 targets[its_tokens], drawn.chosen[groups], drawn.bias[groups],
                 drawn.place_of_token[groups])
-            micro_batches.append((copied(reading), copied(its_targets)))
+            pairs.append((copied(reading), copied(its_targets)))
 
         # 3. The rows that each rank looks up, in the order of Reading.rows().
         _, ranks = rank_and_world_size()
@@ -225,7 +224,7 @@ class Past:
             rows = rows.unflatten(1, (ranks, -1)).transpose(0, 1)  # (ranks, G, T / ranks)
             of_ranks.append(rows.flatten(1))
         rows, ends = zip(*map(distinct_rows, of_ranks))
-        return PreparedBatch(micro_batches, drawn.counts, drawn.lost, hashes, targets, rows,
+        return PreparedBatch(pairs, drawn.counts, drawn.lost, hashes, targets, rows,
                              torch.stack(ends), NoTransfer())
 
     def remember(self, batch: PreparedBatch) -> None:

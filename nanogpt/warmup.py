@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from nanogpt.batches import Batch, inputs_and_targets, micro_sequences, rank_batches
+from nanogpt.batches import host_tensor, inputs_and_targets, micro_sequences
 from nanogpt.gpu import call_directly, to_device
 from nanogpt.past import PreparedBatch
 from nanogpt.planning import fit_to_minutes
@@ -92,7 +93,7 @@ class WarmUp:
         """Each rank compiles some graphs first. In `run` it finds those of its host's other ranks
         in the compiler's cache on disk. A collective."""
         rank, world_size = rank_and_world_size()
-        of_lengths = {micro_sequences(self.batch_plan[step] // world_size, self.config): step
+        of_lengths = {micro_sequences(self.batch_plan[step], self.config): step
                       for _, step in self.stages}
         pieces = [partial(self.forward_backward, step) for step in of_lengths.values()]
         pieces += [partial(self.validate, self.config.num_steps), self.update]
@@ -100,13 +101,13 @@ class WarmUp:
             piece()
         all_ranks(None)
 
-    def batch(self, step: int) -> Batch:
-        """A batch of random documents, as this rank works on it."""
+    def batch(self, step: int) -> Tensor:
+        """A batch of random documents, (sequences, seq_len + 1)."""
         c = self.config
         tokens = self.tokens[: self.batch_plan[step] * (c.seq_len + 1)]
-        return next(rank_batches([tokens.reshape(-1, c.seq_len + 1)], c, self.model.device))
+        return host_tensor(tokens.reshape(-1, c.seq_len + 1), self.model.device)
 
-    def read(self, batch: Batch, call: Callable | None = None) -> PreparedBatch:
+    def read(self, batch: Tensor, call: Callable | None = None) -> PreparedBatch:
         self.model.past.reset(self.config.seed)  # maybe the last batch was not remembered
         self.model.past.meet()
         return self.model.past.prepare(batch, call=call)
