@@ -67,7 +67,7 @@ from nanogpt import checkpoints, command_line, faults, gpu, kernels, masks, plan
 from nanogpt.batches import host_tensor, inputs_and_targets
 from nanogpt.candidates import Candidates, Targets
 from nanogpt.command_line import RunConfig, key
-from nanogpt.gpu import NoTransfer, constant, to_device
+from nanogpt.gpu import NO_TRANSFER, constant, to_device
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, PreparedBatch, Reading
@@ -1604,7 +1604,7 @@ class Optimizer:
         """Begins to give this rank's updated part to all ranks. Returns the transfer, which fills
         the bank. A collective."""
         if self.model.params[name].share == "all" or name in self.hooks.hands_out:
-            return NoTransfer()
+            return NO_TRANSFER
         return self.slices.hand_out(self.banks[name], self.parts[name])
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from data import spellings
 from nanogpt.batches import group_sequences, inputs_and_targets, micro_batches
 from nanogpt.candidates import Candidates, Targets
-from nanogpt.gpu import NoTransfer, SideStream, caller, mark
+from nanogpt.gpu import NO_TRANSFER, SideStream, caller, mark
 from nanogpt.ranks import rank_and_world_size
 
 
@@ -225,7 +225,7 @@ class Past:
             of_ranks.append(rows.flatten(1))
         rows, ends = zip(*map(distinct_rows, of_ranks))
         return PreparedBatch(pairs, drawn.counts, drawn.lost, hashes, targets, rows,
-                             torch.stack(ends), NoTransfer())
+                             torch.stack(ends), NO_TRANSFER)
 
     def remember(self, batch: PreparedBatch) -> None:
         """Takes in the whole batch of a step, on all ranks the same: counts how often each token

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanogpt.gpu import NoTransfer, SideStream
+from nanogpt.gpu import NO_TRANSFER, SideStream
 from nanogpt.kernels import tl, triton
 from nanogpt.past import UsedRows
 from nanogpt.precision.rounding import BF16_GRID, round_to
@@ -188,7 +188,7 @@ class Tables:
         table = self.tables[name]
         sums = self.local_sums.pop(name)  # (ranks, rows of this rank, own_width)
         if self.world_size == 1:
-            self.arriving[name] = sums[0], NoTransfer()
+            self.arriving[name] = sums[0], NO_TRANSFER
             return
         sums = sums.to(table.bank.dtype)
         counts = self.used[table.looked_up_at].counts

@@ -31,7 +31,7 @@ import sample
 import train_gpt as t
 from nanogpt import checkpoints, planning
 from nanogpt.candidates import Targets
-from nanogpt.gpu import NoTransfer
+from nanogpt.gpu import NO_TRANSFER
 from nanogpt.past import PreparedBatch, distinct_rows
 from nanogpt.ranks import gathered
 
@@ -163,7 +163,7 @@ def with_rows(pairs):
     which rows all ranks use. A collective."""
     own = [torch.cat(rows) for rows in zip(*(reading.rows().values() for reading, _ in pairs))]
     rows, ends = zip(*(distinct_rows(gathered(numbers[None])) for numbers in own))
-    return PreparedBatch(pairs, None, None, None, None, rows, torch.stack(ends), NoTransfer())
+    return PreparedBatch(pairs, None, None, None, None, rows, torch.stack(ends), NO_TRANSFER)
 
 
 def used_rows(batch):

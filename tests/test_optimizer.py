@@ -421,10 +421,10 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
         model = t.GPT(t.Config(**values), device)
         optimizer = optimizer_of(model)
         streams = optimizer.tables.side_stream, model.past.side_stream
-        assert all(side.stream for side in streams)
+        assert all(side.stream != torch.cuda.current_stream() for side in streams)
         if not beside:
             for side in streams:
-                side.stream = None
+                side.stream = torch.cuda.current_stream()
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.uint16)
             model.past.meet()
