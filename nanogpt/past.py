@@ -125,32 +125,29 @@ class Past:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
         return self.reading_of(*self.spell_and_hash(tokens, training))
 
-    def spell_and_hash(self, tokens: Tensor,
-                       training: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens, where documents begin, and spellings, (T,); hashes (longest_match - 1, T)."""
+    def spell_and_hash(self, tokens: Tensor, training: bool) -> tuple[Tensor, ...]:
+        """Tokens, where documents begin, and spellings, (T,); hashes (longest_match - 1, T); rows
+        of the table of n-grams (G, T), or (0, T) without it."""
         c = self.config
         begins = tokens == self.bos
         begins[:: c.seq_len if training else len(tokens)] = True
         words = self.spellings[tokens]
-        return tokens, begins, words, ngram_hashes(words, begins, c.longest_match)
+        hashes = ngram_hashes(words, begins, c.longest_match)
+        rows = hashes[: c.longest_ngram - 1] % c.ngram_rows if c.ngram_rows else hashes[:0]
+        return tokens, begins, words, hashes, rows
 
-    def rows_of_ngrams(self, hashes: Tensor) -> Tensor:
-        """Hashes (longest_match - 1, T) -> rows (G, T) of the table of n-grams."""
-        return hashes[: self.config.longest_ngram - 1] % self.config.ngram_rows
-
-    def reading_of(self, tokens: Tensor, begins: Tensor, words: Tensor,
-                   hashes: Tensor) -> Reading:
+    def reading_of(self, tokens: Tensor, begins: Tensor, words: Tensor, hashes: Tensor,
+                   rows: Tensor) -> Reading:
         """What `spell_and_hash` returns, or a part of it with whole sequences -> its reading."""
         c = self.config
         nothing = tokens.new_empty(0)
-        rows = self.rows_of_ngrams(hashes).flatten() if c.ngram_rows else nothing
         induced = recalled = nothing, nothing
         if c.induced:
             last = torch.cat((words[None], hashes[: c.longest_ngram - 1]))
             induced = induced_tokens(tokens, begins, last)
         if c.recall_lengths:
             recalled = recalled_tokens(self.recall_table, hashes, c.recall_lengths)
-        return Reading(tokens, begins, hashes, rows, *induced, *recalled)
+        return Reading(tokens, begins, hashes, rows.flatten(), *induced, *recalled)
 
     def reset(self, seed: int) -> None:
         """Forgets all text: what came next in it, and how often each token was a target."""
@@ -199,7 +196,7 @@ class Past:
         in_group = group_sequences(len(sequences), self.config)
         inputs, targets = inputs_and_targets(sequences.long())
         hashed = self.spell_and_hash(inputs, training=True)
-        hashes = hashed[-1]
+        *_, hashes, rows_of_ngrams = hashed
         drawn = self.candidates.draw(targets, in_group * length, uniform)
 
         # 2. What this rank reads, in micro-batches.
@@ -219,9 +216,8 @@ class Past:
         # 3. The rows that each rank looks up, in the order of Reading.rows().
         _, ranks = rank_and_world_size()
         of_ranks = [inputs.view(ranks, -1)]
-        if self.config.ngram_rows:
-            rows = self.rows_of_ngrams(hashes)  # (G, T)
-            rows = rows.unflatten(1, (ranks, -1)).transpose(0, 1)  # (ranks, G, T / ranks)
+        if len(rows_of_ngrams):
+            rows = rows_of_ngrams.unflatten(1, (ranks, -1)).transpose(0, 1)  # (ranks, G, T / ranks)
             of_ranks.append(rows.flatten(1))
         rows, ends = zip(*map(distinct_rows, of_ranks))
         return PreparedBatch(pairs, drawn.counts, drawn.lost, hashes, targets, rows,
