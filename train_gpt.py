@@ -936,18 +936,18 @@ class GPT(nn.Module):
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model has the matrices in its own dtype; the optimizer has their
     float32 originals, from which they are rounded. `functions` are those of EAGER (section 8),
-    compiled or not. With `as_graphs`, which is for compiled runs on a GPU, the reading of batches,
-    the passes of `train_step` and the updates run as CUDA graphs, and --attention=auto means
-    FlexAttention, if heads have 16 dimensions or more."""
+    compiled. With them, on a GPU (`as_graphs`) the reading of batches, the passes of `train_step`
+    and the updates run as CUDA graphs, and --attention=auto means FlexAttention, if heads have 16
+    dimensions or more."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
-                 functions: SimpleNamespace | None = None, as_graphs: bool = False):
+                 functions: SimpleNamespace | None = None):
         super().__init__()
         self.config = c
         self.device = device
         self.trained_steps = c.num_steps  # a model of a checkpoint may have fewer
         self.functions = functions or EAGER
-        self.as_graphs = as_graphs
+        self.as_graphs = as_graphs = functions is not None and device.type == "cuda"
         self.params = parameter_table(c)
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
@@ -1970,9 +1970,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 3. Make model and optimizer, compile them and warm up. Collections of garbage would take a
     # tenth of the compiler's time.
     gc.disable()
-    functions = compiled_functions(tell_of_compilation) if c.compile else EAGER
-    as_graphs = c.compile and device.type == "cuda"
-    model = GPT(c, device, ranks.rank_and_world_size()[1], functions, as_graphs)
+    functions = compiled_functions(tell_of_compilation) if c.compile else None
+    model = GPT(c, device, ranks.rank_and_world_size()[1], functions)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
     warm_up = warmup.WarmUp(model, optimizer, script)
