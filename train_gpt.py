@@ -1740,12 +1740,10 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. The main CUDA stream and that of `Past` wait for each other (`meet`), and the CPU waits
-    # until the used rows are counted (`used_rows`). Then the ranks send each other these rows
-    # (`begin`).
+    # 1. The main CUDA stream and that of `Past` wait for each other (`meet`). The CPU waits until
+    # the used rows are counted, and the ranks send each other these rows (`begin`).
     model.past.meet()
-    rows = [reading.rows() for reading, _ in batch.micro_batches]
-    optimizer.tables.begin(rows, batch.used_rows())
+    optimizer.tables.begin(batch)
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)

@@ -166,6 +166,6 @@ def with_rows(pairs):
     return PreparedBatch(pairs, None, None, None, None, rows, torch.stack(ends), NO_TRANSFER)
 
 
-def used_rows(batch):
-    """The rows of each index that micro-batches look up -> what Tables.begin takes beside them. A collective."""
-    return with_rows([(SimpleNamespace(rows=lambda own=own: own), None) for own in batch]).used_rows()
+def looking_up(rows):
+    """The rows of each index that micro-batches look up -> what Tables.begin takes. A collective."""
+    return with_rows([(SimpleNamespace(rows=lambda own=own: own), None) for own in rows])

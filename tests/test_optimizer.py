@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import optimizer_of, read, used_rows
+from conftest import looking_up, optimizer_of, read
 from processes import ENVIRONMENT
 from test_kernels import normal
 from torch import multiprocessing
@@ -134,8 +134,7 @@ def give_gradients(model, optimizer, seed, micro_batches=1, change=lambda name, 
     for _, grads in batch:
         for name in TABLES:
             change(name, grads[name])
-    rows = [rows for rows, _ in batch]
-    optimizer.tables.begin(rows, used_rows(rows))
+    optimizer.tables.begin(looking_up([rows for rows, _ in batch]))
     for i, (_, grads) in enumerate(batch):
         optimizer.tables.add(i, grads)
     for i, (name, p) in enumerate(model.named_parameters()):
@@ -281,12 +280,12 @@ def test_tables_refuse_calls_in_a_wrong_order():
     model = small("float64")
     tables = optimizer_of(model).tables
     (rows, gradients), _ = give_gradients(model, optimizer_of(model), 1, micro_batches=2)
-    used = used_rows([rows, rows])
+    batch = looking_up([rows, rows])
     with pytest.raises(RuntimeError, match="`add 0` of the tables must be after `begin`"):
         tables.add(0, gradients)
-    tables.begin([rows, rows], used)
+    tables.begin(batch)
     for wrong in (lambda: tables.add(1, gradients), lambda: tables.add_embedding(None),
-                  lambda: tables.update({}, None), tables.finish, lambda: tables.begin([rows], used)):
+                  lambda: tables.update({}, None), tables.finish, lambda: tables.begin(batch)):
         with pytest.raises(RuntimeError, match="but was called after `begin`"):
             wrong()
 
