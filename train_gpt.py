@@ -1761,7 +1761,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     # 3. The update, and what the ranks tell each other.
     model.past.join()  # validation and saves read what was remembered
     optimizer.step(lr_factor_at(step, c))
-    message = (loss_sum / stage_tokens(stage_of(step, c), c))[None]
+    message = (loss_sum / len(batch.next_tokens))[None]
     if requests:
         message = torch.cat([message, requests.outgoing()])
     if dist.is_initialized():
