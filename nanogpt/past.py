@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data import spellings
 from nanogpt.batches import group_sequences, inputs_and_targets, micro_batches
-from nanogpt.candidates import Candidates, Targets
+from nanogpt.candidates import Candidates, Drawn, Targets
 from nanogpt.gpu import NO_TRANSFER, SideStream, caller, mark
 from nanogpt.ranks import rank_and_world_size
 
@@ -61,8 +61,7 @@ class UsedRows(NamedTuple):
 class PreparedBatch(NamedTuple):
     """The batch of a step, ready to be trained on. T are the tokens of all ranks."""
     micro_batches: list[tuple[Reading, Targets]]  # of this rank
-    counts: Tensor  # (V,), as in Drawn
-    lost: Tensor  # (), as in Drawn
+    drawn: Drawn
     hashes: Tensor  # (longest_match - 1, T), as in a Reading
     next_tokens: Tensor  # (T,)
     rows: tuple[Tensor, ...]  # for each key of Reading.rows(): the lists of `distinct_rows`
@@ -220,8 +219,7 @@ class Past:
             rows = rows_of_ngrams.unflatten(1, (ranks, -1)).transpose(0, 1)  # (ranks, G, T / ranks)
             of_ranks.append(rows.flatten(1))
         rows, ends = zip(*map(distinct_rows, of_ranks))
-        return PreparedBatch(pairs, drawn.counts, drawn.lost, hashes, targets, rows,
-                             torch.stack(ends), NO_TRANSFER)
+        return PreparedBatch(pairs, drawn, hashes, targets, rows, torch.stack(ends), NO_TRANSFER)
 
     def remember(self, batch: PreparedBatch) -> None:
         """Takes in the whole batch of a step, on all ranks the same: counts how often each token
@@ -230,7 +228,7 @@ class Past:
         itself was prepared before: else it would find its own targets in the table."""
         self.has_remembered = True
         with self.side_stream.on():
-            self.candidates.remember(batch.counts, batch.lost)
+            self.candidates.remember(batch.drawn)
             if self.config.epochs == 1 and self.config.recall_lengths:
                 write_recall(self.recall_table, batch.hashes, batch.next_tokens,
                              self.config.recall_lengths)
