@@ -1827,11 +1827,10 @@ class Run:
     validates if it is time to. What the ranks tell each other travels with the loss of a
     step, and is read one step later (`read_messages`)."""
 
-    def __init__(self, c: Config, optimizer: Optimizer, run_files: RunFiles,
-                 keeper: checkpoints.Keeper):
-        self.config = c
-        self.model = optimizer.model
-        self.optimizer = optimizer
+    def __init__(self, run_files: RunFiles, keeper: checkpoints.Keeper):
+        self.optimizer = keeper.optimizer
+        self.model = self.optimizer.model
+        self.config = c = self.model.config
         self.device = self.model.device
         self.run_files = run_files
         self.keeper = keeper
@@ -1980,8 +1979,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
-    keeper = checkpoints.Keeper(c, optimizer, run_files, log, clock)
-    run = Run(c, optimizer, run_files, keeper)
+    keeper = checkpoints.Keeper(optimizer, run_files, log, clock)
+    run = Run(run_files, keeper)
     gc.collect()
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
