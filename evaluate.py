@@ -123,8 +123,7 @@ def with_error(value: float, influences: np.ndarray) -> str:
     n = len(influences)
     if n == 1:
         return f"{value:.4f}"
-    variance = n / (n - 1) * float(np.square(influences).sum())
-    return f"{value:.4f} ± {math.sqrt(variance):.4f}"
+    return f"{value:.4f} ± {math.sqrt(n) * influences.std(ddof=1):.4f}"  # their mean is 0
 
 
 class Model(NamedTuple):

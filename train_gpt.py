@@ -64,10 +64,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from data import shards
 from nanogpt import checkpoints, command_line, faults, gpu, kernels, masks, planning, ranks, warmup
-from nanogpt.batches import inputs_and_targets, rank_batches
+from nanogpt.batches import host_tensor, inputs_and_targets
 from nanogpt.candidates import Candidates, Targets
 from nanogpt.command_line import RunConfig, key
-from nanogpt.gpu import NoTransfer, constant, to_device
+from nanogpt.gpu import NO_TRANSFER, constant, to_device
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, PreparedBatch, Reading
@@ -936,18 +936,18 @@ class GPT(nn.Module):
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model has the matrices in its own dtype; the optimizer has their
     float32 originals, from which they are rounded. `functions` are those of EAGER (section 8),
-    compiled or not. With `as_graphs`, which is for compiled runs on a GPU, the reading of batches,
-    the passes of `train_step` and the updates run as CUDA graphs, and --attention=auto means
-    FlexAttention, if heads have 16 dimensions or more."""
+    compiled. With them, on a GPU (`as_graphs`) the reading of batches, the passes of `train_step`
+    and the updates run as CUDA graphs, and --attention=auto means FlexAttention, if heads have 16
+    dimensions or more."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
-                 functions: SimpleNamespace | None = None, as_graphs: bool = False):
+                 functions: SimpleNamespace | None = None):
         super().__init__()
         self.config = c
         self.device = device
         self.trained_steps = c.num_steps  # a model of a checkpoint may have fewer
         self.functions = functions or EAGER
-        self.as_graphs = as_graphs
+        self.as_graphs = as_graphs = functions is not None and device.type == "cuda"
         self.params = parameter_table(c)
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
@@ -1604,7 +1604,7 @@ class Optimizer:
         """Begins to give this rank's updated part to all ranks. Returns the transfer, which fills
         the bank. A collective."""
         if self.model.params[name].share == "all" or name in self.hooks.hands_out:
-            return NoTransfer()
+            return NO_TRANSFER
         return self.slices.hand_out(self.banks[name], self.parts[name])
 
 
@@ -1740,12 +1740,10 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. The main CUDA stream and that of `Past` wait for each other (`meet`), and the CPU waits
-    # until the used rows are counted (`used_rows`). Then the ranks send each other these rows
-    # (`begin`).
+    # 1. The main CUDA stream and that of `Past` wait for each other (`meet`). The CPU waits until
+    # the used rows are counted, and the ranks send each other these rows (`begin`).
     model.past.meet()
-    rows = [reading.rows() for reading, _ in batch.micro_batches]
-    optimizer.tables.begin(rows, batch.used_rows())
+    optimizer.tables.begin(batch)
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
@@ -1763,7 +1761,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     # 3. The update, and what the ranks tell each other.
     model.past.join()  # validation and saves read what was remembered
     optimizer.step(lr_factor_at(step, c))
-    message = (loss_sum / stage_tokens(stage_of(step, c), c))[None]
+    message = (loss_sum / len(batch.next_tokens))[None]
     if requests:
         message = torch.cat([message, requests.outgoing()])
     if dist.is_initialized():
@@ -1829,11 +1827,10 @@ class Run:
     validates if it is time to. What the ranks tell each other travels with the loss of a
     step, and is read one step later (`read_messages`)."""
 
-    def __init__(self, c: Config, optimizer: Optimizer, run_files: RunFiles,
-                 keeper: checkpoints.Keeper):
-        self.config = c
-        self.model = optimizer.model
-        self.optimizer = optimizer
+    def __init__(self, run_files: RunFiles, keeper: checkpoints.Keeper):
+        self.optimizer = keeper.optimizer
+        self.model = self.optimizer.model
+        self.config = c = self.model.config
         self.device = self.model.device
         self.run_files = run_files
         self.keeper = keeper
@@ -1842,9 +1839,9 @@ class Run:
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = ranks.Requests(self.device)
-        self.get_state = partial(checkpoints.state_of, optimizer)
         batches = islice(shards.batches(run_files.train_paths, c, batch_plan(c)), self.step, None)
-        self.batches = shards.ahead(rank_batches(map(shards.packed, batches), c, self.device))
+        self.batches = shards.ahead(
+            host_tensor(shards.packed(batch), self.device) for batch in batches)
         self.batch: PreparedBatch | None = None  # of the next step
 
     def train(self) -> None:
@@ -1891,7 +1888,7 @@ class Run:
         have come to all ranks yet. Raises BadInput if a loss is not finite. A collective."""
         for step, loss, others in self.log.arrived(self.step):
             self.requests.hear(others)
-            faults.check_loss("training", loss, step, self.get_state)
+            faults.check_loss("training", loss, step, checkpoints.state_of(self.optimizer))
 
     def save_or_stop(self) -> None:
         """Saves the run (with --save_every) if a save is due or a signal has come; a signal also
@@ -1920,7 +1917,7 @@ class Run:
         self.optimizer.hooks.before_validation()
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        faults.check_loss("validation", loss, self.step, self.get_state)
+        faults.check_loss("validation", loss, self.step, checkpoints.state_of(self.optimizer))
         if ranks.is_rank_0():
             fp8_static.check_weights(self.model, self.step, self.log)
         self.keeper.validated(self.step, loss)
@@ -1970,9 +1967,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 3. Make model and optimizer, compile them and warm up. Collections of garbage would take a
     # tenth of the compiler's time.
     gc.disable()
-    functions = compiled_functions(tell_of_compilation) if c.compile else EAGER
-    as_graphs = c.compile and device.type == "cuda"
-    model = GPT(c, device, ranks.rank_and_world_size()[1], functions, as_graphs)
+    functions = compiled_functions(tell_of_compilation) if c.compile else None
+    model = GPT(c, device, ranks.rank_and_world_size()[1], functions)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
     warm_up = warmup.WarmUp(model, optimizer, script)
@@ -1983,8 +1979,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
-    keeper = checkpoints.Keeper(c, optimizer, run_files, log, clock)
-    run = Run(c, optimizer, run_files, keeper)
+    keeper = checkpoints.Keeper(optimizer, run_files, log, clock)
+    run = Run(run_files, keeper)
     gc.collect()
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()

@@ -77,11 +77,11 @@ class Candidates:
         lost = (here * (place_of_token < 0)).sum()
         return Drawn(chosen, bias, place_of_token, here.sum(0), lost)
 
-    def remember(self, counts: Tensor, lost: Tensor) -> None:
-        """Takes in the targets of a batch, by the two last tensors of its Drawn."""
+    def remember(self, drawn: Drawn) -> None:
+        """Takes in the targets of a batch."""
         if self.number:
-            self.target_counts += counts
-            self.lost_targets += lost
+            self.target_counts += drawn.counts
+            self.lost_targets += drawn.lost
 
 
 def choose(number: int, is_target: Tensor, counts: Tensor,

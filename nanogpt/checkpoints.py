@@ -266,10 +266,10 @@ class Keeper:
     An error of the disk ends nothing: a sentence on standard error says so, and what was written
     before stays. `first_step`: the steps before the save from which the run goes on, or 0."""
 
-    def __init__(self, c, optimizer, run_files, log, clock):
-        """`c` and `optimizer` are train_gpt.Config and Optimizer, `run_files` a RunFiles, `log` and
-        `clock` of records/journal.py. Loads the save, if the run goes on from one. A collective."""
-        self.config = c
+    def __init__(self, optimizer, run_files, log, clock):
+        """`optimizer` is train_gpt.Optimizer, `run_files` a RunFiles, `log` and `clock` of
+        records/journal.py. Loads the save, if the run goes on from one. A collective."""
+        self.config = c = optimizer.model.config
         self.optimizer = optimizer
         self.log = log
         self.clock = clock

@@ -7,7 +7,6 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -154,15 +153,10 @@ class CudaGraphs:
 
 # --------------------------------------------------------------------------------------------------
 # 3. Side by side
+#
+# torch.get_device_module gives torch.cuda, or torch.cpu, whose streams and events do nothing.
 
-
-class NoTransfer:
-    """Stands for a transfer or an event where there is nothing to wait for."""
-
-    def wait(self) -> None:
-        pass
-
-    synchronize = wait
+NO_TRANSFER = torch.cpu.Event()  # stands for a transfer where there is nothing to wait for
 
 
 def to_device(numbers: list, device: torch.device) -> Tensor:
@@ -174,7 +168,9 @@ def to_device(numbers: list, device: torch.device) -> Tensor:
 def mark(device: torch.device):
     """An event at this point of the current stream. Its `wait` makes the stream that is current
     then wait for all that comes before this point, and `synchronize` makes the CPU wait."""
-    return torch.cuda.current_stream().record_event() if device.type == "cuda" else NoTransfer()
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return event
 
 
 @lru_cache(maxsize=None, typed=True)  # 1 and 1.0 are two constants
@@ -200,20 +196,20 @@ class SideStream:
     dropped before the two meet, call `keep(x)`. Without CUDA work runs in the order of the code."""
 
     def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.module = torch.get_device_module(device)
+        self.stream = self.module.Stream()
 
     def on(self):
-        # torch.cuda.stream(None) would do nothing, too, but start CUDA where there is a GPU.
-        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+        return self.module.stream(self.stream)
 
     def meet(self) -> None:
         """Both streams wait for what was begun on the other. The CPU and other ranks do not."""
-        if self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
-            self.stream.wait_stream(torch.cuda.current_stream())
+        main = self.module.current_stream()
+        main.wait_stream(self.stream)
+        self.stream.wait_stream(main)
 
     def keep(self, x: Tensor) -> None:
         """The memory of x, a tensor of the main stream, is given to no other tensor until the work
         that was begun on the side stream is done."""
-        if self.stream:
+        if x.is_cuda:
             x.record_stream(self.stream)

@@ -11,7 +11,6 @@ Khandelwal et al. 2020).
 """
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data import spellings
-from nanogpt.batches import Batch, inputs_and_targets
-from nanogpt.candidates import Candidates, Targets
-from nanogpt.gpu import NoTransfer, SideStream, caller, mark
+from nanogpt.batches import group_sequences, inputs_and_targets, micro_batches
+from nanogpt.candidates import Candidates, Drawn, Targets
+from nanogpt.gpu import NO_TRANSFER, SideStream, caller, mark
 from nanogpt.ranks import rank_and_world_size
 
 
@@ -62,8 +61,7 @@ class UsedRows(NamedTuple):
 class PreparedBatch(NamedTuple):
     """The batch of a step, ready to be trained on. T are the tokens of all ranks."""
     micro_batches: list[tuple[Reading, Targets]]  # of this rank
-    counts: Tensor  # (V,), as in Drawn
-    lost: Tensor  # (), as in Drawn
+    drawn: Drawn
     hashes: Tensor  # (longest_match - 1, T), as in a Reading
     next_tokens: Tensor  # (T,)
     rows: tuple[Tensor, ...]  # for each key of Reading.rows(): the lists of `distinct_rows`
@@ -126,32 +124,29 @@ class Past:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
         return self.reading_of(*self.spell_and_hash(tokens, training))
 
-    def spell_and_hash(self, tokens: Tensor,
-                       training: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens, where documents begin, and spellings, (T,); hashes (longest_match - 1, T)."""
+    def spell_and_hash(self, tokens: Tensor, training: bool) -> tuple[Tensor, ...]:
+        """Tokens, where documents begin, and spellings, (T,); hashes (longest_match - 1, T); rows
+        of the table of n-grams (G, T), or (0, T) without it."""
         c = self.config
         begins = tokens == self.bos
         begins[:: c.seq_len if training else len(tokens)] = True
         words = self.spellings[tokens]
-        return tokens, begins, words, ngram_hashes(words, begins, c.longest_match)
+        hashes = ngram_hashes(words, begins, c.longest_match)
+        rows = hashes[: c.longest_ngram - 1] % c.ngram_rows if c.ngram_rows else hashes[:0]
+        return tokens, begins, words, hashes, rows
 
-    def rows_of_ngrams(self, hashes: Tensor) -> Tensor:
-        """Hashes (longest_match - 1, T) -> rows (G, T) of the table of n-grams."""
-        return hashes[: self.config.longest_ngram - 1] % self.config.ngram_rows
-
-    def reading_of(self, tokens: Tensor, begins: Tensor, words: Tensor,
-                   hashes: Tensor) -> Reading:
+    def reading_of(self, tokens: Tensor, begins: Tensor, words: Tensor, hashes: Tensor,
+                   rows: Tensor) -> Reading:
         """What `spell_and_hash` returns, or a part of it with whole sequences -> its reading."""
         c = self.config
         nothing = tokens.new_empty(0)
-        rows = self.rows_of_ngrams(hashes).flatten() if c.ngram_rows else nothing
         induced = recalled = nothing, nothing
         if c.induced:
             last = torch.cat((words[None], hashes[: c.longest_ngram - 1]))
             induced = induced_tokens(tokens, begins, last)
         if c.recall_lengths:
             recalled = recalled_tokens(self.recall_table, hashes, c.recall_lengths)
-        return Reading(tokens, begins, hashes, rows, *induced, *recalled)
+        return Reading(tokens, begins, hashes, rows.flatten(), *induced, *recalled)
 
     def reset(self, seed: int) -> None:
         """Forgets all text: what came next in it, and how often each token was a target."""
@@ -167,11 +162,11 @@ class Past:
     def join(self) -> None:
         self.side_stream.meet()
 
-    def prepare(self, batch: Batch, step: int = 0,
+    def prepare(self, sequences: Tensor, step: int = 0,
                 call: Callable | None = None) -> PreparedBatch:
-        """Makes the batch of a step ready. `call` runs `read_batch`, hundreds of small kernels: by
-        default as a CUDA graph, if the run is compiled for a GPU. (Batches of one size are cut
-        alike, so they share a graph.)
+        """Makes the batch of a step ready: all ranks' sequences, (n, seq_len + 1) uint16 on the
+        CPU. `call` runs `read_batch`, hundreds of small kernels: by default as a CUDA graph, if the
+        run is compiled for a GPU. (Batches of one size are cut alike, so they share a graph.)
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
         holds batch n until the next one is made, and two callers take turns, as a CUDA graph
@@ -182,51 +177,49 @@ class Past:
         if not (self.has_met and self.has_remembered):
             raise RuntimeError("`meet` must come before each batch, and `remember` between two")
         self.has_met = self.has_remembered = False
-        num_groups = math.ceil(len(batch.sequences) / batch.group_size)
+        num_groups = math.ceil(len(sequences) / group_sequences(len(sequences), self.config))
         self.read_calls.reverse()
         with self.side_stream.on():
-            sequences = batch.sequences.to(self.device, non_blocking=True)
+            sequences = sequences.to(self.device, non_blocking=True)
             uniform = self.candidates.random_numbers(num_groups, step)
-            prepared = (call or self.read_calls[0])(
-                "batch", partial(self.read_batch, batch), (sequences, uniform))
+            prepared = (call or self.read_calls[0])("batch", self.read_batch, (sequences, uniform))
             self.kept = prepared._replace(
                 ends=prepared.ends.to("cpu", non_blocking=True), is_there=mark(self.device))
         return self.kept
 
-    def read_batch(self, batch: Batch, sequences: Tensor, uniform: Tensor) -> PreparedBatch:
+    def read_batch(self, sequences: Tensor, uniform: Tensor) -> PreparedBatch:
         """Sequences on the device, and random numbers for candidates -> the batch, with `ends` on
         the device. Every rank reads all of it, so none has to tell the others what it looks up."""
         # 1. What all ranks need to know of all tokens.
         length = sequences.size(1) - 1
+        in_group = group_sequences(len(sequences), self.config)
         inputs, targets = inputs_and_targets(sequences.long())
         hashed = self.spell_and_hash(inputs, training=True)
-        hashes = hashed[-1]
-        drawn = self.candidates.draw(targets, batch.group_size * length, uniform)
+        *_, hashes, rows_of_ngrams = hashed
+        drawn = self.candidates.draw(targets, in_group * length, uniform)
 
         # 2. What this rank reads, in micro-batches.
-        micro_batches = []
-        for part in batch.micro_batches:
+        pairs = []
+        for part in micro_batches(len(sequences), self.config):
             its_tokens = slice(part.start * length, part.stop * length)
             reading = self.reading_of(*[x[..., its_tokens] for x in hashed])
             # The groups that it is made of, or the one that it lies in.
-            first_group = part.start // batch.group_size
-            last_group = (part.stop - 1) // batch.group_size
+            first_group = part.start // in_group
+            last_group = (part.stop - 1) // in_group
             groups = slice(first_group, last_group + 1)
             its_targets = Targets(
                 targets[its_tokens], drawn.chosen[groups], drawn.bias[groups],
                 drawn.place_of_token[groups])
-            micro_batches.append((copied(reading), copied(its_targets)))
+            pairs.append((copied(reading), copied(its_targets)))
 
         # 3. The rows that each rank looks up, in the order of Reading.rows().
         _, ranks = rank_and_world_size()
         of_ranks = [inputs.view(ranks, -1)]
-        if self.config.ngram_rows:
-            rows = self.rows_of_ngrams(hashes)  # (G, T)
-            rows = rows.unflatten(1, (ranks, -1)).transpose(0, 1)  # (ranks, G, T / ranks)
+        if len(rows_of_ngrams):
+            rows = rows_of_ngrams.unflatten(1, (ranks, -1)).transpose(0, 1)  # (ranks, G, T / ranks)
             of_ranks.append(rows.flatten(1))
         rows, ends = zip(*map(distinct_rows, of_ranks))
-        return PreparedBatch(micro_batches, drawn.counts, drawn.lost, hashes, targets, rows,
-                             torch.stack(ends), NoTransfer())
+        return PreparedBatch(pairs, drawn, hashes, targets, rows, torch.stack(ends), NO_TRANSFER)
 
     def remember(self, batch: PreparedBatch) -> None:
         """Takes in the whole batch of a step, on all ranks the same: counts how often each token
@@ -235,7 +228,7 @@ class Past:
         itself was prepared before: else it would find its own targets in the table."""
         self.has_remembered = True
         with self.side_stream.on():
-            self.candidates.remember(batch.counts, batch.lost)
+            self.candidates.remember(batch.drawn)
             if self.config.epochs == 1 and self.config.recall_lengths:
                 write_recall(self.recall_table, batch.hashes, batch.next_tokens,
                              self.config.recall_lengths)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data import BadInput, require
-from nanogpt.gpu import NoTransfer, mark
+from nanogpt.gpu import NO_TRANSFER, mark
 
 # A collective that takes longer is taken for hung, and ends the run. Before the first step
 # --join_timeout says how long ranks wait, as one of them may compile.
@@ -199,7 +199,7 @@ class Slices:
     def start_whole_sums(self, gradients: dict[str, Tensor]) -> None:
         """Begins to sum small gradients of one dtype, for every rank, in one transfer."""
         if self.world_size == 1 or not gradients:
-            self.sums |= {name: (x, NoTransfer()) for name, x in gradients.items()}
+            self.sums |= {name: (x, NO_TRANSFER) for name, x in gradients.items()}
             return
         total = torch.cat([x.flatten() for x in gradients.values()])
         transfer = dist.all_reduce(total, async_op=True)
@@ -224,5 +224,5 @@ class Slices:
     def hand_out(self, bank: Tensor, own: Tensor):
         """Begins to give the own slice to all ranks. Returns the transfer, which fills the bank."""
         if self.world_size == 1:
-            return NoTransfer()
+            return NO_TRANSFER
         return all_gather(bank, own, async_op=True)

@@ -34,9 +34,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanogpt.gpu import NoTransfer, SideStream
+from nanogpt.gpu import NO_TRANSFER, SideStream
 from nanogpt.kernels import tl, triton
-from nanogpt.past import UsedRows
+from nanogpt.past import PreparedBatch
 from nanogpt.precision.rounding import BF16_GRID, round_to
 from nanogpt.ranks import all_gather, rank_and_world_size
 
@@ -94,13 +94,13 @@ class Tables:
                                f"after `{self.last_call}` (micro-batches: {len(self.lookups)})")
         self.last_call = method
 
-    def begin(self, rows: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
-        """Takes the rows that each micro-batch of this rank looks up (Reading.rows()), and those
-        that the whole step uses. Fetches the other ranks' columns of the rows that this rank looks
-        up. The pass that comes next on the main stream waits for that. A collective."""
+    def begin(self, batch: PreparedBatch) -> None:
+        """Takes the rows that each micro-batch of this rank looks up, and those that the whole step
+        uses, once these are counted. Fetches the other ranks' columns of the rows that this rank
+        looks up. The pass that comes next on the main stream waits for that. A collective."""
         self.take_turn("begin", after="finish")
-        self.lookups = rows
-        self.used = used
+        self.lookups = [reading.rows() for reading, _ in batch.micro_batches]
+        self.used = batch.used_rows()
         if self.world_size > 1:
             self.fetch()
         self.side_stream.meet()  # it reads `used`, which another stream has made
@@ -188,7 +188,7 @@ class Tables:
         table = self.tables[name]
         sums = self.local_sums.pop(name)  # (ranks, rows of this rank, own_width)
         if self.world_size == 1:
-            self.arriving[name] = sums[0], NoTransfer()
+            self.arriving[name] = sums[0], NO_TRANSFER
             return
         sums = sums.to(table.bank.dtype)
         counts = self.used[table.looked_up_at].counts

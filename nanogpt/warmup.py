@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from nanogpt.batches import Batch, inputs_and_targets, micro_sequences, rank_batches
+from nanogpt.batches import host_tensor, inputs_and_targets, micro_sequences
 from nanogpt.gpu import call_directly, to_device
 from nanogpt.past import PreparedBatch
 from nanogpt.planning import fit_to_minutes
@@ -47,7 +48,7 @@ class WarmUp:
             # Two micro-batches: all after the first one use the graph of the second. And two steps:
             # the head may be updated in the second one only, and two graphs read batches in turn.
             for _ in range(2):
-                some = self.read(self.batch(step))
+                some = self.read(step)
                 some = some._replace(micro_batches=some.micro_batches[:2])
                 self.script.train_step(self.model, self.optimizer, some, step)
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
@@ -61,10 +62,9 @@ class WarmUp:
         the machine for a moment. A collective."""
         average = 0.0
         for num_steps, step in self.stages:
-            batch = self.batch(step)
-            self.read(batch)
+            self.read(step)
             # As a run does, a step trains on the batch that `past` has kept, and prepares the next.
-            prepare_next = partial(self.model.past.prepare, batch)
+            prepare_next = partial(self.model.past.prepare, self.batch(step))
             times = []
             for _ in range(2):
                 clock = journal.Clock(self.model.device)
@@ -92,7 +92,7 @@ class WarmUp:
         """Each rank compiles some graphs first. In `run` it finds those of its host's other ranks
         in the compiler's cache on disk. A collective."""
         rank, world_size = rank_and_world_size()
-        of_lengths = {micro_sequences(self.batch_plan[step] // world_size, self.config): step
+        of_lengths = {micro_sequences(self.batch_plan[step], self.config): step
                       for _, step in self.stages}
         pieces = [partial(self.forward_backward, step) for step in of_lengths.values()]
         pieces += [partial(self.validate, self.config.num_steps), self.update]
@@ -100,19 +100,19 @@ class WarmUp:
             piece()
         all_ranks(None)
 
-    def batch(self, step: int) -> Batch:
-        """A batch of random documents, as this rank works on it."""
+    def batch(self, step: int) -> Tensor:
+        """A batch of random documents, (sequences, seq_len + 1)."""
         c = self.config
         tokens = self.tokens[: self.batch_plan[step] * (c.seq_len + 1)]
-        return next(rank_batches([tokens.reshape(-1, c.seq_len + 1)], c, self.model.device))
+        return host_tensor(tokens.reshape(-1, c.seq_len + 1), self.model.device)
 
-    def read(self, batch: Batch, call: Callable | None = None) -> PreparedBatch:
+    def read(self, step: int, call: Callable | None = None) -> PreparedBatch:
         self.model.past.reset(self.config.seed)  # maybe the last batch was not remembered
         self.model.past.meet()
-        return self.model.past.prepare(batch, call=call)
+        return self.model.past.prepare(self.batch(step), call=call)
 
     def forward_backward(self, step: int) -> None:
-        batch = self.read(self.batch(step), call_directly)
+        batch = self.read(step, call_directly)
         self.model.past.remember(batch)
         self.model.past.join()
         reading, targets = batch.micro_batches[0]

@@ -30,8 +30,8 @@ import torch
 import sample
 import train_gpt as t
 from nanogpt import checkpoints, planning
-from nanogpt.candidates import Targets
-from nanogpt.gpu import NoTransfer
+from nanogpt.candidates import Drawn, Targets
+from nanogpt.gpu import NO_TRANSFER
 from nanogpt.past import PreparedBatch, distinct_rows
 from nanogpt.ranks import gathered
 
@@ -144,7 +144,7 @@ def one_group(model, targets):
     """Targets (T,) with candidates that are drawn for them alone."""
     candidates = model.candidates
     drawn = candidates.draw(targets, len(targets), candidates.random_numbers(1, step=0))
-    candidates.remember(drawn.counts, drawn.lost)
+    candidates.remember(drawn)
     return Targets(targets, drawn.chosen, drawn.bias, drawn.place_of_token)
 
 
@@ -153,7 +153,7 @@ def read(model, batch):
     pairs = [(model.past.read(inputs, training=True), one_group(model, targets)) for inputs, targets in batch]
     prepared = with_rows(pairs)
     return prepared._replace(
-        counts=torch.zeros(()), lost=torch.zeros(()),  # `one_group` has counted the targets
+        drawn=Drawn(*torch.zeros(5)),  # `one_group` has counted the targets
         hashes=torch.cat([reading.hashes for reading, _ in pairs], 1),
         next_tokens=torch.cat([targets for _, targets in batch]))
 
@@ -163,9 +163,9 @@ def with_rows(pairs):
     which rows all ranks use. A collective."""
     own = [torch.cat(rows) for rows in zip(*(reading.rows().values() for reading, _ in pairs))]
     rows, ends = zip(*(distinct_rows(gathered(numbers[None])) for numbers in own))
-    return PreparedBatch(pairs, None, None, None, None, rows, torch.stack(ends), NoTransfer())
+    return PreparedBatch(pairs, None, None, None, rows, torch.stack(ends), NO_TRANSFER)
 
 
-def used_rows(batch):
-    """The rows of each index that micro-batches look up -> what Tables.begin takes beside them. A collective."""
-    return with_rows([(SimpleNamespace(rows=lambda own=own: own), None) for own in batch]).used_rows()
+def looking_up(rows):
+    """The rows of each index that micro-batches look up -> what Tables.begin takes. A collective."""
+    return with_rows([(SimpleNamespace(rows=lambda own=own: own), None) for own in rows])

@@ -5,14 +5,13 @@ device, and checks before compiling that the shards last for the run.
 """
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import SEPARATOR, TINY, check_data, documents, write_shard
 
 import train_gpt as t
 from data import shards
-from nanogpt.batches import Batch, rank_batches
+from nanogpt.batches import group_sequences, host_tensor, micro_batches
 from nanogpt.ranks import BadInput
 
 CPU = torch.device("cpu")
@@ -59,10 +58,9 @@ def sequences(batch, seq_len):
 def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
     arrays = map(shards.packed, shards.batches(shards.find_shards(c, "train"), c, t.batch_plan(c)))
-    batches = shards.ahead(rank_batches(arrays, c, CPU))
-    for batch in batches:
-        tokens = batch.sequences.long()
-        yield [t.inputs_and_targets(tokens[rows]) for rows in batch.micro_batches]
+    for array in shards.ahead(arrays):
+        tokens = host_tensor(array, CPU).long()
+        yield [t.inputs_and_targets(tokens[rows]) for rows in micro_batches(len(tokens), c)]
 
 
 def drain(c):
@@ -80,7 +78,7 @@ def test_the_batch_size_changes_at_the_first_step_of_a_stage(large):
 
 def test_a_batch_is_prepared_only_after_meet_and_once_the_one_before_is_remembered(folder):
     past = t.GPT(config(folder), CPU).past
-    batch = Batch(torch.zeros(1, 257, dtype=torch.uint16), [slice(0, 1)], 1)
+    batch = torch.zeros(1, 257, dtype=torch.uint16)
     sentence = "`meet` must come before each batch, and `remember` between two"
     with pytest.raises(RuntimeError, match=sentence):
         past.prepare(batch)
@@ -94,7 +92,7 @@ def test_a_batch_is_prepared_only_after_meet_and_once_the_one_before_is_remember
 
 
 @pytest.mark.parametrize(
-    "rank, world_size, group_tokens, micro_tokens, group_size, micro_batches", [
+    "rank, world_size, group_tokens, micro_tokens, group_size, parts", [
     (0, 1, 512, 1536, 2, [(0, 6)]),
     (0, 1, 512, 1280, 2, [(0, 2), (2, 4), (4, 6)]),  # three sequences would be 1.5 groups
     (0, 1, 512, 256, 2, [(i, i + 1) for i in range(6)]),
@@ -103,13 +101,12 @@ def test_a_batch_is_prepared_only_after_meet_and_once_the_one_before_is_remember
     (1, 6, 100, 2048, 1, [(1, 2)]),
 ])
 def test_groups_are_cut_from_the_whole_batch_and_a_micro_batch_has_whole_ones_or_lies_inside_one(
-        rank, world_size, group_tokens, micro_tokens, group_size, micro_batches, monkeypatch):
+        rank, world_size, group_tokens, micro_tokens, group_size, parts, monkeypatch):
     monkeypatch.setattr("nanogpt.batches.GROUP_TOKENS", group_tokens)
     monkeypatch.setattr("nanogpt.batches.rank_and_world_size", lambda: (rank, world_size))
     c = SimpleNamespace(seq_len=256, micro_tokens=micro_tokens)
-    [batch] = rank_batches([np.zeros((6, 257), np.uint16)], c, CPU)
-    assert batch.group_size == group_size
-    assert [(part.start, part.stop) for part in batch.micro_batches] == micro_batches
+    assert group_sequences(6, c) == group_size
+    assert [(part.start, part.stop) for part in micro_batches(6, c)] == parts
 
 
 def test_validation_needs_the_target_of_its_last_token_too(tmp_path):
@@ -155,7 +152,7 @@ def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_
     places = []
     for _ in range(2):
         model.past.meet()
-        [(reading, targets)] = model.past.prepare(Batch(text, [slice(0, 1)], 1)).micro_batches  # dropped when the next one is made
+        [(reading, targets)] = model.past.prepare(text).micro_batches  # dropped when the next one is made
         places.append({tensor.data_ptr() for tensor in (*reading, *targets) if len(tensor)})
         model.past.remember(model.past.kept)
         del reading, targets

@@ -19,14 +19,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import optimizer_of, read, used_rows
+from conftest import looking_up, optimizer_of, read
 from processes import ENVIRONMENT
 from test_kernels import normal
 from torch import multiprocessing
 
 import train_gpt as t
-from nanogpt import checkpoints, ranks, tables
-from nanogpt.batches import Batch
+from nanogpt import batches, checkpoints, ranks, tables
 
 # ---------------------------------------------------------------------------------------------------- Muon
 
@@ -135,8 +134,7 @@ def give_gradients(model, optimizer, seed, micro_batches=1, change=lambda name, 
     for _, grads in batch:
         for name in TABLES:
             change(name, grads[name])
-    rows = [rows for rows, _ in batch]
-    optimizer.tables.begin(rows, used_rows(rows))
+    optimizer.tables.begin(looking_up([rows for rows, _ in batch]))
     for i, (_, grads) in enumerate(batch):
         optimizer.tables.add(i, grads)
     for i, (name, p) in enumerate(model.named_parameters()):
@@ -282,12 +280,12 @@ def test_tables_refuse_calls_in_a_wrong_order():
     model = small("float64")
     tables = optimizer_of(model).tables
     (rows, gradients), _ = give_gradients(model, optimizer_of(model), 1, micro_batches=2)
-    used = used_rows([rows, rows])
+    batch = looking_up([rows, rows])
     with pytest.raises(RuntimeError, match="`add 0` of the tables must be after `begin`"):
         tables.add(0, gradients)
-    tables.begin([rows, rows], used)
+    tables.begin(batch)
     for wrong in (lambda: tables.add(1, gradients), lambda: tables.add_embedding(None),
-                  lambda: tables.update({}, None), tables.finish, lambda: tables.begin([rows], used)):
+                  lambda: tables.update({}, None), tables.finish, lambda: tables.begin(batch)):
         with pytest.raises(RuntimeError, match="but was called after `begin`"):
             wrong()
 
@@ -380,7 +378,7 @@ def test_batches_that_cuda_graphs_read_train_like_those_that_are_read_directly()
 
         def prepare(step, model=model, generator=generator, prepared=prepared):
             tokens = torch.randint(0, 61, (3, 129), generator=generator).to(torch.uint16)
-            prepared.append(model.past.prepare(Batch(tokens, [slice(i, i + 1) for i in range(3)], 3), step))
+            prepared.append(model.past.prepare(tokens, step))
 
         model.past.meet()
         prepare(0)
@@ -422,15 +420,14 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
         model = t.GPT(t.Config(**values), device)
         optimizer = optimizer_of(model)
         streams = optimizer.tables.side_stream, model.past.side_stream
-        assert all(side.stream for side in streams)
+        assert all(side.stream != torch.cuda.current_stream() for side in streams)
         if not beside:
             for side in streams:
-                side.stream = None
+                side.stream = torch.cuda.current_stream()
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.uint16)
             model.past.meet()
-            halves = [slice(0, 4), slice(4, 8)]
-            batch = model.past.prepare(Batch(tokens, halves, 4), step)
+            batch = model.past.prepare(tokens, step)
             t.train_step(model, optimizer, batch, step)
         results.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name, p in results[0].items():  # sums by atomic additions are in any order
@@ -447,7 +444,10 @@ def work(rank, world_size, folder):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store{world_size}", rank=rank,
                                 world_size=world_size)
     tables.ROWS_AT_A_TIME = 300
-    model = small("float64", world_size, ngram_rows=1001, candidates=48)
+    # Two groups of six sequences have their candidates in common. One rank trains on both at once.
+    batches.GROUP_TOKENS = 6 * 128
+    micro_tokens = 12 * 128 if world_size == 1 else 128
+    model = small("float64", world_size, ngram_rows=1001, candidates=48, micro_tokens=micro_tokens)
     start = t.initialize(model, 5 + rank)  # only rank 0's weights count
     model.candidates.reset(5)
     optimizer = t.Optimizer(model)
@@ -460,11 +460,7 @@ def work(rank, world_size, folder):
         tokens = 5 * step + tokens // (2 + step)  # some rows, and other ones at other steps
         tokens[:, 40 + step] = 60  # a document
         tokens = tokens.to(torch.uint16)
-        count = 12 // world_size
-        # Two groups of six sequences have their candidates in common. One rank trains on both at once.
-        begins = range(rank * count, (rank + 1) * count)
-        micro_batches = [slice(0, 12)] if world_size == 1 else [slice(i, i + 1) for i in begins]
-        batch = model.past.prepare(Batch(tokens, micro_batches, 6), step)
+        batch = model.past.prepare(tokens, step)
         assert batch.micro_batches[0][1].chosen.shape == (2 if world_size == 1 else 1, 48)
         losses.append(t.train_step(model, optimizer, batch, step).item())
     optimizer.tables.complete()

@@ -443,7 +443,8 @@ def test_each_rank_compiles_its_share_of_the_graphs_first(monkeypatch):
     for name in ("forward_backward", "validate", "update"):
         monkeypatch.setattr(warmup.WarmUp, name, lambda self, *step, name=name: done.append((name, *step)))
     for rank in (0, 1):
-        monkeypatch.setattr(warmup, "rank_and_world_size", lambda rank=rank: (rank, 2))
+        for module in ("warmup", "batches"):
+            monkeypatch.setattr(f"nanogpt.{module}.rank_and_world_size", lambda rank=rank: (rank, 2))
         warmup.WarmUp(model, t.Optimizer(model), t).compile_share()
         assert len(done) == 2 * (rank + 1)
     passes = [t.batch_plan(model.config)[step] for name, *steps in done for step in steps if name == "forward_backward"]
