@@ -1,9 +1,7 @@
 """data/prepare.py, from texts to shards, and data/fineweb.py.
 
 References: tokens are turned back into text and compared with the input, tiktoken itself encodes
-with a small vocabulary, and a fake downloader stands in for the network. That a shard is written
-and read as the format has it is tested in test_shards.py. Commands run in this process, but where
-signals, limits or exit statuses matter.
+with a small vocabulary, and a fake downloader stands in for the network.
 """
 import gzip
 import json

@@ -1,8 +1,7 @@
 """The writer of logs, records/journal.py.
 
 References: the lines of a log, written out by hand, and for the files of a run the tree that the
-test has made. Whole logs are read by records/log.py in test_run.py; that of a full disk is in
-test_faults.py.
+test has made.
 """
 import hashlib
 import math
