@@ -544,26 +544,3 @@ def test_validation_in_chunks_gives_the_training_loss_without_a_graph(monkeypatc
     model, args = tiny(), (tokens_of([0, 99], 384), tokens_of([], 384, 1), view())
     loss = t.loss_without_gradient(model, *args)
     assert loss.item() == pytest.approx(training_loss(model, *args).item(), rel=1e-13) and not loss.requires_grad
-
-
-@pytest.mark.parametrize("starts, changed, unmoved", [
-    ([0, 100, 290], slice(101, 200), [slice(0, 101), slice(290, 384)]),
-    ([0, 128, 256], slice(129, 130), [slice(0, 129), slice(256, 384)]),  # at the borders of blocks
-    ([0, 383], slice(382, 383), [slice(0, 382), slice(383, 384)]),
-    ([], slice(383, 384), [slice(0, 383)]),  # inside a document, as validation begins: nothing comes round from the end
-    ([50, 300], slice(383, 384), [slice(0, 383)]),
-], ids=str)
-def test_no_token_is_changed_by_another_document_or_by_a_later_token(starts, changed, unmoved):
-    model, tokens = tiny(), tokens_of(starts, 384)
-    others = tokens.clone()
-    others[changed] = (tokens[changed] + 1 + torch.arange(changed.stop - changed.start) % 60) % BOS
-    with torch.no_grad():
-        streams = [model.last_stream(model.past.read(x, True), view(3, 2), True) for x in (tokens, others)]
-    before, after = (torch.cat((last, *sources), 1) for last, sources in streams)
-    moved = (before - after).abs().amax(1) > 1e-9
-    assert moved[changed].float().mean() > 0.9
-    for part in unmoved:
-        assert not moved[part].any(), moved[part].nonzero()[:, 0] + part.start
-    end = min([start for start in starts if start >= changed.stop], default=384)
-    if end > changed.stop:
-        assert moved[changed.stop : end].any()  # later tokens of the same document do see it
