@@ -194,7 +194,6 @@ ZEROS = bytes(range(256)) * 20
 BAD = [  # name, content, what the sentence says
     ("a.csv", b"id,text\n1,hello\n", "a table, not text; export its text column as JSON lines"),
     ("a.parquet", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
-    ("a.txt", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
     ("a.txt", gzip.compress(JOINED.encode(), mtime=0), "compressed (gzip), not text; unpack it first"),
     ("a.docx", b"PK\3\4" + ZEROS, ".docx"),
     ("a.pdf", b"%PDF-1.5\n\xff", "a PDF, not text; save its text as a .txt file"),

@@ -452,7 +452,6 @@ def assert_hidden_layer_agrees(ours, twin):
     assert ((y - twin).abs() <= bound).all()
 
 
-RANKS = ((1, 40), (3, 31))  # and the width of a table
 USED = torch.tensor([1, 2, 5, 6, 11])
 
 
@@ -460,7 +459,7 @@ def sum_rows_inputs():
     """total, places and gradient."""
     places = integers(0, 4, 20)
     runs = []
-    for ranks, width in RANKS:
+    for ranks, width in ((1, 40), (3, 31)):  # the width is that of a table
         total = normal(ranks, 5, -(-width // ranks), seed=1).float()
         total.transpose(0, 1).flatten(1)[:, width:] = 0
         runs.append((total, places, normal(20, width, seed=2).bfloat16()))

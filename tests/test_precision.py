@@ -1,5 +1,4 @@
-"""Recipes of low precision in the model: constant scales, what is kept between steps, the ranks, the switch. The
-recipes of nanogpt/ by themselves are tested in test_recipes.py, the kernels in test_kernels.py.
+"""Recipes of low precision in the model: constant scales, what is kept between steps, the ranks, the switch.
 
 References: the formats' values listed from their definition and rounded to by search, products in float64, and gloo
 processes whose FP8 weights are compared with a quantiser written here.
@@ -83,13 +82,6 @@ def mlp_operands():
     return [(size * normal(*shape, seed=i)).bfloat16() for i, (*shape, size) in enumerate(shapes)]
 
 
-def static_mlp(x, up, down, g):
-    leaves = [w.clone().requires_grad_() for w in (x, up, down)]
-    y = fp8_static.StaticMLP.apply(*leaves)
-    y.backward(g)
-    return y.detach(), *(w.grad for w in leaves)
-
-
 def in_fp8(x, scale, dtype):
     """The numbers of the format, by search."""
     return (to_nearest(x, scale, dtype) / scale).to(dtype)
@@ -135,7 +127,10 @@ def test_the_static_mlp_multiplies_rounded_and_clamped_operands_in_all_six_produ
         tensor[3, 5] = end * 1e3
         tensor[4, 6] = -end * 1e3
     x[7, :9], up[:9, 7] = ends[:2]  # a square of 194,481
-    y, dx, dup, ddown = static_mlp(x, up, down, g)
+    leaves = [w.clone().requires_grad_() for w in (x, up, down)]
+    y = fp8_static.StaticMLP.apply(*leaves)
+    y.backward(g)
+    dx, dup, ddown = (w.grad for w in leaves)
     x8, up8, down8, h, g8, z = rounded_mlp(x, up, down, g)
     assert [rounded.abs().max() for rounded in (x8, up8, down8, g8)] == ends
     assert h.max() == 448 * fp8_static.INPUT_SCALES["down"] and 0.3 < (h > 0).double().mean() < 0.7

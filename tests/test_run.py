@@ -296,7 +296,6 @@ def refused(capfd, args):
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
     ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "32, which is --model_dim"]),
     ({"model_dim": 16}, ["--head_dim=16 is 32", "16, which is --model_dim"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]), ({"muon_momentum": 1}, ["--muon_momentum=1", "at most"]),
-    ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
     ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, onepass, laptop"]), ({"num_steps": 4000}, ["steps of the 4000", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "in /nowhere; check the path, or get them: data/prepare.py"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"val_files": "none*"}, ["no val shards (--val_files=none*)", "data/prepare.py"]), ({"train_files": ""}, ["--train_files"]),
