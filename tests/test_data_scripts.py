@@ -1,9 +1,7 @@
 """data/prepare.py, from texts to shards, and data/fineweb.py.
 
 References: tokens are turned back into text and compared with the input, tiktoken itself encodes
-with a small vocabulary, and a fake downloader stands in for the network. That a shard is written
-and read as the format has it is tested in test_shards.py. Commands run in this process, but where
-signals, limits or exit statuses matter.
+with a small vocabulary, and a fake downloader stands in for the network.
 """
 import gzip
 import json
@@ -196,7 +194,6 @@ ZEROS = bytes(range(256)) * 20
 BAD = [  # name, content, what the sentence says
     ("a.csv", b"id,text\n1,hello\n", "a table, not text; export its text column as JSON lines"),
     ("a.parquet", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
-    ("a.txt", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
     ("a.txt", gzip.compress(JOINED.encode(), mtime=0), "compressed (gzip), not text; unpack it first"),
     ("a.docx", b"PK\3\4" + ZEROS, ".docx"),
     ("a.pdf", b"%PDF-1.5\n\xff", "a PDF, not text; save its text as a .txt file"),

@@ -1,10 +1,5 @@
 """The fault table: what goes wrong in the middle of a run, the sentence that names it, the exit status, and what is left
 on the disk. Each row of HAPPENS is a run of its own, in this process where no other one is the point.
-
-Faults that have a test beside what they are about are there: values of keys, absent shards and saves in test_run.py,
-damaged shards in test_shards.py, bad files of weights, damaged saves, signals, kills and a full disk under a save in
-test_checkpoints.py, pipes and terminals in test_console.py, sums that are not finite in test_precision.py, ranks that
-differ or die in test_ranks.py, texts in test_data_scripts.py.
 """
 import errno
 import math

@@ -33,10 +33,12 @@ def text(tmp_path):
 
 def test_a_folder_without_a_preset_is_fitted_and_one_with_a_preset_is_not(text):
     c = t.parse_config([text])
-    assert (c.preset, c.fit, c.target_loss, c.save_checkpoint, c.minutes) == ("laptop", True, 0, "auto", 2)
+    assert (c.preset, c.fit, c.target_loss, c.minutes) == ("laptop", True, 0, 2)
+    assert (c.save_checkpoint, c.save_every, c.sample) == ("auto", 5, "\n")
     assert (c.val_tokens, c.val_seq_len) == (896, 896)
     strict = t.parse_config([text, "--preset=laptop"])
-    assert (strict.fit, strict.target_loss, strict.val_tokens) == (False, 1.1, 131_072)
+    assert (strict.fit, strict.target_loss, strict.val_tokens, strict.save_checkpoint) == (False, 1.1, 131_072, "auto")
+    assert t.PRESETS["char"]["save_every"] == t.PRESETS["small"]["save_every"] == 5
     assert t.parse_config([text, "--preset=laptop", "--fit"]) == c
     assert not t.parse_config([]).fit
 

@@ -19,9 +19,6 @@ mm = torch.ops.nanogpt.mm
 mm_backward = torch.ops.nanogpt.mm_backward
 
 
-# ---------------------------------------------------------------------------------------------------- the operators
-
-
 @devices
 def test_opcheck_passes_on_both_operators(device):
     rows, width, vocab = 32, 64, 48
@@ -48,9 +45,6 @@ def test_the_product_of_whole_numbers_and_its_gradients_are_exact_to_the_bit(dev
     x_grad, w_grad = (leaf.grad.double() for leaf in leaves)
     assert torch.equal(x_grad, g.double() @ w.double() * grad_scale * w_scale)
     assert torch.equal(w_grad, g.double().T @ x.double() * grad_scale * x_scale)
-
-
-# ---------------------------------------------------------------------------------------------------- the loss
 
 
 @devices

@@ -1,8 +1,7 @@
 """The writer of logs, records/journal.py.
 
 References: the lines of a log, written out by hand, and for the files of a run the tree that the
-test has made. Whole logs are read by records/log.py in test_run.py; that of a full disk is in
-test_faults.py.
+test has made.
 """
 import hashlib
 import math
@@ -61,11 +60,11 @@ def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
 
 
 def test_only_losses_that_are_asked_for_are_waited_for(tmp_path, monkeypatch):
-    events = [SimpleNamespace(done=False) for _ in range(3)]
+    events = [SimpleNamespace(done=False, record=lambda: None) for _ in range(3)]
     for event in events:
         event.synchronize = lambda event=event: setattr(event, "done", True)
     waiting = iter(events)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: next(waiting)))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=lambda: next(waiting)))
     log = open_log(tmp_path)
     for step in (1, 2, 3):
         copy = lambda to, non_blocking, step=step: torch.tensor([float(step)])

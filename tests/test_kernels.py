@@ -1,13 +1,12 @@
 """The kernels of nanogpt/kernels.py, their plain PyTorch twins, and the operators around them.
 
-References: the FP8 formats decoded bit by bit in Python and rounded to by search, products in
-float64, whole numbers that FP8 holds exactly, cross-entropy and autograd in float64, loops over
-rows, and `torch.library.opcheck`.
+References: the numbers of the FP8 formats, rounded to by search, products in float64, whole numbers
+that FP8 holds exactly, cross-entropy and autograd in float64, loops over rows, and
+`torch.library.opcheck`.
 
 Without a GPU the kernels run in Triton's interpreter, against their twins. The interpreter (of
-Triton 3.7) casts to FP8 wrongly: rounding up does not always carry into the exponent, so that 7.6
-becomes 4 and not 8. So PyTorch's cast takes the place of the interpreter's. The kernels' own cast
-is seen by the tests that need a GPU.
+Triton 3.7 to 3.9) casts to FP8 wrongly, so PyTorch's cast takes the place of its own. The kernels'
+own cast is seen by the tests that need a GPU.
 """
 import importlib.util
 import math
@@ -55,21 +54,13 @@ def equal(a, b):
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def values_of(exponent_bits, mantissa_bits, largest):
-    """All non-negative values of a format, from its definition."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    values = []
-    for exponent in range(2**exponent_bits):
-        for mantissa in range(2**mantissa_bits):
-            fraction = mantissa / 2**mantissa_bits
-            if exponent == 0:
-                values.append(fraction * 2.0 ** (1 - bias))
-            else:
-                values.append((1 + fraction) * 2.0 ** (exponent - bias))
-    return torch.tensor([v for v in values if v <= largest], dtype=torch.float64)
+def values_of(dtype):
+    """All non-negative numbers of a format, in order."""
+    numbers = torch.arange(128, dtype=torch.uint8).view(dtype).double()
+    return numbers[numbers.isfinite()]
 
 
-GRID = {E4M3: values_of(4, 3, LIMIT[E4M3]), E5M2: values_of(5, 2, LIMIT[E5M2])}
+GRID = {dtype: values_of(dtype) for dtype in (E4M3, E5M2)}
 
 
 def nearest(x, grid):
@@ -83,29 +74,6 @@ def nearest(x, grid):
 
 
 # ---------------------------------------------------------------------------------------- rounding
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-def test_rounding_is_to_the_nearest_value_and_ties_go_to_the_even_one(dtype):
-    grid = GRID[dtype]
-    middle = (grid[1:] + grid[:-1]) / 2
-    above = middle * (1 + 2**-20)
-    below = middle * (1 - 2**-20)
-    x = torch.cat((grid, middle, below, above, normal(500).abs() * 20))
-    for sign in (1, -1):
-        ours = kernels.round_to_fp8((sign * x).float(), 1.0, dtype)
-        assert ours.dtype == dtype
-        assert torch.equal(ours.double(), nearest(sign * x, grid))
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
-def test_rounding_clamps_what_the_format_cannot_hold_and_keeps_nan(dtype, wide):
-    limit = LIMIT[dtype]
-    x = torch.tensor([1e9, -1e9, math.inf, -math.inf, limit * 1.2, limit * 0.5, math.nan]).to(wide)
-    *numbers, last = kernels.round_to_fp8(x, 1.0, dtype).tolist()
-    assert numbers == [limit, -limit, limit, -limit, limit, limit / 2]
-    assert math.isnan(last)
 
 
 @devices
@@ -484,7 +452,6 @@ def assert_hidden_layer_agrees(ours, twin):
     assert ((y - twin).abs() <= bound).all()
 
 
-RANKS = ((1, 40), (3, 31))  # and the width of a table
 USED = torch.tensor([1, 2, 5, 6, 11])
 
 
@@ -492,7 +459,7 @@ def sum_rows_inputs():
     """total, places and gradient."""
     places = integers(0, 4, 20)
     runs = []
-    for ranks, width in RANKS:
+    for ranks, width in ((1, 40), (3, 31)):  # the width is that of a table
         total = normal(ranks, 5, -(-width // ranks), seed=1).float()
         total.transpose(0, 1).flatten(1)[:, width:] = 0
         runs.append((total, places, normal(20, width, seed=2).bfloat16()))

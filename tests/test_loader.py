@@ -11,7 +11,7 @@ from conftest import SEPARATOR, TINY, check_data, documents, write_shard
 
 import train_gpt as t
 from data import shards
-from nanogpt.batches import group_sequences, host_tensor, micro_batches
+from nanogpt.batches import group_sequences, micro_batches
 from nanogpt.ranks import BadInput
 
 CPU = torch.device("cpu")
@@ -44,36 +44,17 @@ def config(folder, **changes):
     return t.Config(**TINY | {"data_dir": str(folder), "num_steps": 1000} | changes)
 
 
-def sequences(batch, seq_len):
-    """Token lists of all sequences of a batch, targets included."""
-    rows = []
-    for inputs, targets in batch:
-        assert inputs.shape == targets.shape and inputs.dtype == targets.dtype == torch.int64
-        for x, y in zip(inputs.view(-1, seq_len).tolist(), targets.view(-1, seq_len).tolist()):
-            assert x[1:] == y[:-1], "targets are the next tokens"
-            rows.append(x + y[-1:])
-    return rows
-
-
-def loaded(c):
-    """Iterator over this rank's batches, as a run has them."""
-    arrays = map(shards.packed, shards.batches(shards.find_shards(c, "train"), c, t.batch_plan(c)))
-    for array in shards.ahead(arrays):
-        tokens = host_tensor(array, CPU).long()
-        yield [t.inputs_and_targets(tokens[rows]) for rows in micro_batches(len(tokens), c)]
-
-
-def drain(c):
-    """All batches of this rank, until the shards end."""
-    return list(loaded(c))
+def batches(c):
+    """The batches, as a run has them, until the shards end."""
+    return shards.ahead(map(shards.packed, shards.batches(shards.find_shards(c, "train"), c, t.batch_plan(c))))
 
 
 # ---- batches -------------------------------------------------------------------------------------
 
 def test_the_batch_size_changes_at_the_first_step_of_a_stage(large):
-    batches = loaded(config(large, schedule="stages", num_steps=14, batch_tokens=512, seq_len=128))
-    found = [sequences(next(batches), 128) for _ in range(14)]
-    assert [len(batch) for batch in found] == [2] * 4 + [4] * 6 + [2] * 4  # 3.5 and 10.5, rounded to even
+    c = config(large, schedule="stages", num_steps=14, batch_tokens=512, seq_len=128)
+    found = [len(batch) for batch in batches(c)]
+    assert found == [2] * 4 + [4] * 6 + [2] * 4  # 3.5 and 10.5, rounded to even
 
 
 def test_a_batch_is_prepared_only_after_meet_and_once_the_one_before_is_remembered(folder):
@@ -125,7 +106,7 @@ def test_validation_needs_the_target_of_its_last_token_too(tmp_path):
                          [(512, 256, 2), (2048, 512, 3)])
 def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(folder, batch_tokens, seq_len, epochs):
     changes = dict(batch_tokens=batch_tokens, seq_len=seq_len, epochs=epochs)
-    have = len(drain(config(folder, **changes)))
+    have = sum(1 for _ in batches(config(folder, **changes)))
     train_paths, val_tokens, *_ = check_data(config(folder, num_steps=have, **changes))
     assert [path.name for path in train_paths] == [f"fineweb_train_{i:06}.bin" for i in range(4)]
     assert val_tokens.tolist() == [383 if token == SEPARATOR else token for token in documents(600, 9)][:513]

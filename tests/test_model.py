@@ -123,8 +123,6 @@ def test_flex_attention_with_its_backward_equals_the_naive_softmax_on_cuda(windo
 
 # ---------------------------------------------------------------------------------------------------- rotary
 
-FREE = {d: [*range(d // 4, d // 2), *range(d - d // 4, d)] for d in (8, 16, 128)}  # channels that no position turns
-
 
 def frequencies(d):
     """Radians a position for each of a head's d / 2 pairs, before any window grew."""
@@ -138,16 +136,6 @@ def turned(x, freq):
     angle = torch.arange(len(x)).double()[:, None, None] * freq
     pairs = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), -angle)
     return torch.cat((pairs.real, pairs.imag), -1)
-
-
-@pytest.mark.parametrize("d", FREE)
-def test_rotation_turns_normalised_pairs_and_half_of_the_width_keeps_its_bits(d):
-    x = normal(300, 3, d)
-    y = t.norm_and_rotate(x, *t.rotary_table(300, tuple(frequencies(d)[: d // 4].tolist()), d, torch.float64, torch.device("cpu")), 0.3)
-    length = (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    torch.testing.assert_close(y, 0.3 * turned(x / length, frequencies(d)), rtol=1e-12, atol=1e-12)
-    unturned = t.norm_and_rotate(x, *t.rotary_table(1, tuple(frequencies(d)[: d // 4].tolist()), d, torch.float64, torch.device("cpu")), 0.3)
-    assert torch.equal(y[..., FREE[d]], unturned[..., FREE[d]]) and not torch.equal(y, unturned)
 
 
 def test_a_table_in_bfloat16_has_the_precise_angles_of_far_positions():
@@ -403,25 +391,6 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
     assert reached == [5, 5, len(attends), 5, len(attends), 5, 5]
 
 
-@pytest.mark.parametrize("longest, kinds", [(2, 3), (3, 3), (6, 2), (2, 200)])
-@pytest.mark.parametrize("starts", [[0], [0, 1, 2, 40, 41, 200], range(0, 300, 13)])
-def test_induced_tokens_are_those_that_a_search_through_the_document_finds(longest, kinds, starts):
-    tokens = torch.randint(0, kinds, (300,), generator=torch.Generator().manual_seed(longest))
-    begins = torch.zeros(300, dtype=torch.bool)
-    begins[[*starts]] = True
-    def induced(tokens):
-        spelled = torch.tensor(words(tokens.tolist()))
-        last = torch.cat((spelled[None], past.ngram_hashes(spelled, begins, longest)))
-        return torch.stack(past.induced_tokens(tokens, begins, last), 1)
-
-    found = induced(tokens)
-    assert list(map(tuple, found.tolist())) == induced_by_search(tokens.tolist(), starts, longest)
-    assert kinds == 200 or len(starts) > 20 or (found[:, 1] == longest).sum() > 50, "else it would show little"
-    changed = tokens.clone()
-    changed[150:] = 1 - changed[150:].clamp(max=1)
-    assert torch.equal(induced(changed)[:150], found[:150]), "later tokens are not seen"
-
-
 def remember(model, inputs, targets):
     hashes = model.past.read(inputs, True).hashes
     past.write_recall(model.recall_table, hashes, targets, model.config.recall_lengths)
@@ -464,25 +433,6 @@ def test_candidates_are_those_of_priority_sampling_over_all_counts_so_far():
         by_hand = {token: math.log(max(1, priority[order[20]] / size[token])) for token in order[:20]}
         found = dict(zip(drawn.chosen[group].tolist(), drawn.bias[group].tolist()))
         assert found.keys() == by_hand.keys() and found == pytest.approx(by_hand, abs=1e-5) and max(by_hand.values()) > 0.1
-
-
-def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_and_targets_stand_for_themselves():
-    random = torch.Generator().manual_seed(0)
-    p = 1 / (torch.arange(2000) + 5.0)
-    counts = torch.bincount(torch.multinomial(p, 20_000, True, generator=random), minlength=2000).float()
-    targets = torch.multinomial(p, 1000, True, generator=random)
-    counts += torch.bincount(targets, minlength=2000)
-    numbers, sums = (p * torch.randn(2000, generator=random).exp()).double(), []
-    is_target = torch.isin(torch.arange(2000), targets)
-    torch.manual_seed(0)
-    for _ in range(500):
-        chosen, bias, places = (x[0] for x in candidates.choose(600, is_target[None], counts[None], torch.rand(1, 2000)))
-        places = places[targets]
-        assert len(chosen.unique()) == len(bias) == 600 and bias.min() == 0
-        assert torch.equal(chosen[places], targets) and not bias[places].any()
-        sums.append((numbers[chosen] * bias.exp()).sum())
-    error, deviation = torch.stack(sums).mean() - numbers.sum(), torch.stack(sums).std()
-    assert error.abs() < 3 * deviation / 500**0.5
 
 
 @pytest.mark.parametrize("number", [40, 41, 100])  # targets only, one more, many more
@@ -594,26 +544,3 @@ def test_validation_in_chunks_gives_the_training_loss_without_a_graph(monkeypatc
     model, args = tiny(), (tokens_of([0, 99], 384), tokens_of([], 384, 1), view())
     loss = t.loss_without_gradient(model, *args)
     assert loss.item() == pytest.approx(training_loss(model, *args).item(), rel=1e-13) and not loss.requires_grad
-
-
-@pytest.mark.parametrize("starts, changed, unmoved", [
-    ([0, 100, 290], slice(101, 200), [slice(0, 101), slice(290, 384)]),
-    ([0, 128, 256], slice(129, 130), [slice(0, 129), slice(256, 384)]),  # at the borders of blocks
-    ([0, 383], slice(382, 383), [slice(0, 382), slice(383, 384)]),
-    ([], slice(383, 384), [slice(0, 383)]),  # inside a document, as validation begins: nothing comes round from the end
-    ([50, 300], slice(383, 384), [slice(0, 383)]),
-], ids=str)
-def test_no_token_is_changed_by_another_document_or_by_a_later_token(starts, changed, unmoved):
-    model, tokens = tiny(), tokens_of(starts, 384)
-    others = tokens.clone()
-    others[changed] = (tokens[changed] + 1 + torch.arange(changed.stop - changed.start) % 60) % BOS
-    with torch.no_grad():
-        streams = [model.last_stream(model.past.read(x, True), view(3, 2), True) for x in (tokens, others)]
-    before, after = (torch.cat((last, *sources), 1) for last, sources in streams)
-    moved = (before - after).abs().amax(1) > 1e-9
-    assert moved[changed].float().mean() > 0.9
-    for part in unmoved:
-        assert not moved[part].any(), moved[part].nonzero()[:, 0] + part.start
-    end = min([start for start in starts if start >= changed.stop], default=384)
-    if end > changed.stop:
-        assert moved[changed.stop : end].any()  # later tokens of the same document do see it

@@ -56,15 +56,6 @@ def test_orthogonalize_moves_singular_values_by_polar_express(rows, cols):
         assert (X.double() - reference).norm() < tolerance * reference.norm()
 
 
-def test_orthogonalize_brings_singular_values_of_a_thousandth_and_more_near_1():
-    s = torch.logspace(-3, 0, 64, dtype=torch.float64)
-    u, v = (torch.linalg.qr(normal(64, 64, seed=seed)).Q for seed in (0, 1))
-    matrix = u * s @ v
-    done = torch.linalg.svdvals(t.orthogonalize(matrix[None], torch.float64)[0])
-    large = (s >= 0.001 * 1.02 * s.norm()).sum()  # the norm is brought below 1 first
-    assert done.sort(descending=True).values[large - 1] > 0.85 and done.max() < 1.15
-
-
 def normuon(w, grads, lr, decay, mu, beta2):
     """A matrix (rows, cols) after these gradients, by a moving average of NorMuon's updates in float64."""
     m, S, average = np.zeros_like(w), 0.0, 0.0
@@ -97,10 +88,6 @@ def test_the_learning_rate_is_that_computed_by_hand():
     c = t.Config(num_steps=1270, cooldown_frac=0.6)
     by_hand = {0: 1.0, 418: 1.0, 419: 1.52, 507: 1.52, 508: 1.52, 600: 1.355, 700: 1.175, 1000: 0.710, 1200: 0.295}
     assert {step: t.lr_factor_at(step, c) for step in by_hand} == pytest.approx(by_hand, abs=1e-3)
-    down = np.interp(np.arange(508, 1271), [508, 1270], [0, 1])
-    stage = np.array([1.52 if step < 838 else 1.73 for step in range(508, 1271)])
-    np.testing.assert_allclose([t.lr_factor_at(s, c) for s in range(508, 1271)], stage * (1 - down) + 0.15 * down,
-                               rtol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------- one rank

@@ -1,5 +1,4 @@
-"""Recipes of low precision in the model: constant scales, what is kept between steps, the ranks, the switch. The
-recipes of nanogpt/ by themselves are tested in test_recipes.py, the kernels in test_kernels.py.
+"""Recipes of low precision in the model: constant scales, what is kept between steps, the ranks, the switch.
 
 References: the formats' values listed from their definition and rounded to by search, products in float64, and gloo
 processes whose FP8 weights are compared with a quantiser written here.
@@ -83,13 +82,6 @@ def mlp_operands():
     return [(size * normal(*shape, seed=i)).bfloat16() for i, (*shape, size) in enumerate(shapes)]
 
 
-def static_mlp(x, up, down, g):
-    leaves = [w.clone().requires_grad_() for w in (x, up, down)]
-    y = fp8_static.StaticMLP.apply(*leaves)
-    y.backward(g)
-    return y.detach(), *(w.grad for w in leaves)
-
-
 def in_fp8(x, scale, dtype):
     """The numbers of the format, by search."""
     return (to_nearest(x, scale, dtype) / scale).to(dtype)
@@ -135,7 +127,10 @@ def test_the_static_mlp_multiplies_rounded_and_clamped_operands_in_all_six_produ
         tensor[3, 5] = end * 1e3
         tensor[4, 6] = -end * 1e3
     x[7, :9], up[:9, 7] = ends[:2]  # a square of 194,481
-    y, dx, dup, ddown = static_mlp(x, up, down, g)
+    leaves = [w.clone().requires_grad_() for w in (x, up, down)]
+    y = fp8_static.StaticMLP.apply(*leaves)
+    y.backward(g)
+    dx, dup, ddown = (w.grad for w in leaves)
     x8, up8, down8, h, g8, z = rounded_mlp(x, up, down, g)
     assert [rounded.abs().max() for rounded in (x8, up8, down8, g8)] == ends
     assert h.max() == 448 * fp8_static.INPUT_SCALES["down"] and 0.3 < (h > 0).double().mean() < 0.7
@@ -292,13 +287,14 @@ def test_every_recipe_learns_as_float32_does(precision, close):
     assert abs(ours[0] - exact[0]) < close and abs(ours[-1] - exact[-1]) < 10 * close and ours[-1] < ours[0] - 2
 
 
-def test_validation_is_without_the_recipe():
-    model, _ = trainer(precision="fp8")
+@pytest.mark.parametrize("precision", ["fp8", "fp16"])
+def test_validation_is_in_bf16_without_the_recipe_also_after_training(precision):
+    model, _ = trainer(precision=precision)
     plain, _ = trainer(precision="bf16")
+    plain.load_state_dict(model.state_dict())
     data = batch(1)[0]
-    with torch.no_grad():
-        assert torch.equal(t.loss_without_gradient(model, *data, VIEW), t.loss_without_gradient(plain, *data, VIEW))
-        assert not torch.equal(training_loss(model, *data, VIEW), training_loss(plain, *data, VIEW))
+    assert not torch.equal(training_loss(model, *data, VIEW), training_loss(plain, *data, VIEW))
+    assert torch.equal(*[t.loss_without_gradient(each, *data, VIEW).float() for each in (model, plain)])
 
 
 # ---------------------------------------------------------------------------------------------------- the switch
@@ -549,23 +545,6 @@ def test_a_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(worlds, w
         assert not any(s.any() for state in rank["state"] for s in state)
         assert (rank["steps"], rank["kept"]["scale"], rank["kept"]["good_steps"]) == (0, 2**14, 0)
         assert {*rank["grads"]} == {None}
-
-
-def test_what_validation_of_fp16_weights_finds_is_what_bf16_finds_and_does_not_depend_on_training_before_it():
-    """A sequence of training may be as long as one of validation."""
-    c = config(precision="fp16", candidates=0)
-    tokens = torch.randint(0, 300, (257,), generator=torch.Generator().manual_seed(1))
-    setting, losses = t.setting_of(0, c), []
-    for trains in (False, True):
-        model = t.GPT(c, torch.device("cpu"))
-        t.initialize(model, 0)
-        model.lm_head.data[:] = normal(*model.lm_head.shape)
-        if trains:
-            training_loss(model, tokens[:-1], tokens[1:], setting)
-        losses.append(t.loss_without_gradient(model, tokens[:-1], tokens[1:], setting).item())
-    plain = t.GPT(config(precision="bf16", candidates=0), torch.device("cpu"))
-    plain.load_state_dict(model.state_dict())
-    assert losses == 2 * [t.loss_without_gradient(plain, tokens[:-1], tokens[1:], setting).item()]
 
 
 def test_a_weight_that_is_not_finite_makes_no_fp8_numbers_of_its_matrix_and_of_no_other():

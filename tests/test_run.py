@@ -210,12 +210,6 @@ def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(fir
 STAGES = {"schedule": "onepass", "num_steps": 6, "batch_tokens": 2048, "epochs": 3}  # 4, 4 and 8 sequences a step
 
 
-def test_the_training_loss_falls(corpus, tmp_path):
-    t.main(arguments(data_dir=corpus, log_dir=tmp_path, num_steps=15, epochs=20, dtype="float32", val_interval=0))
-    validation = [s.loss for s in read_log(only_log(tmp_path)).steps if s.split == "val"]
-    assert len(validation) == 1 and validation[0] < math.log(384) - 1
-
-
 def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses(first, corpus, tmp_path):
     path, folder, logs = only_log(first[1]), tmp_path / "old", tmp_path / "logs"
     out = processes.run("-m", "records", "code", path, folder)
@@ -228,9 +222,6 @@ def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses
     log = read_log(only_log(logs))
     assert log.files == read_log(path).files == written and log.run["git_commit"] is None
     assert losses(log) == losses(read_log(path))
-
-
-# ---------------------------------------------------------------------------------------------------- checkpoints
 
 
 def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
@@ -305,7 +296,6 @@ def refused(capfd, args):
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
     ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "32, which is --model_dim"]),
     ({"model_dim": 16}, ["--head_dim=16 is 32", "16, which is --model_dim"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]), ({"muon_momentum": 1}, ["--muon_momentum=1", "at most"]),
-    ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
     ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, onepass, laptop"]), ({"num_steps": 4000}, ["steps of the 4000", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "in /nowhere; check the path, or get them: data/prepare.py"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"val_files": "none*"}, ["no val shards (--val_files=none*)", "data/prepare.py"]), ({"train_files": ""}, ["--train_files"]),
@@ -355,12 +345,8 @@ def test_help_shows_the_preset_that_the_device_would_have(capsys, monkeypatch):
         t.parse_config(["--help", "--num_steps=0"])
 
 
-def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them(monkeypatch):
+def test_presets_are_laid_over_the_defaults(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    c = t.parse_config(["--preset=speedrun"])
-    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (3800, 8 * 32768, 8192, "speedrun")
-    assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
-    assert [*t.PRESETS] == ["gpt2", "speedrun", "onepass", "laptop", "char", "small"]
     for name, values in t.PRESETS.items():
         laid_over = dataclasses.asdict(t.Config()) | values | {"preset": name} | t.ON_CPU
         assert dataclasses.asdict(t.parse_config([f"--preset={name}"])) == laid_over
@@ -459,9 +445,6 @@ def test_what_is_compiled_while_the_clock_runs_is_a_defect(eager_graphs, corpus,
     assert all(fact["seconds"] >= 0 for fact in log.facts["defect"]) and log.facts["compile"] == []
 
 
-# ---------------------------------------------------------------------------------------------------- whose GPU
-
-
 @pytest.mark.parametrize("visible, local_rank, cards, expected", [
     ("4,5", 1, 0, (0, "5")), (None, 3, 8, (0, "3")), (None, 0, 0, (0, None)), ("", 1, 8, (1, ""))])
 def test_a_process_started_by_torchrun_sees_its_own_gpu_only(visible, local_rank, cards, expected, monkeypatch):
@@ -490,22 +473,16 @@ sys.modules["triton"] = None  # as if it were not installed
 import torch
 
 def state():
-    numbers = torch.get_num_threads(), torch.get_default_dtype(), torch.get_rng_state().tolist()
-    started = torch.cuda.is_initialized(), threading.active_count()
-    return dict(os.environ), os.getcwd(), os.listdir(), numbers, started
+    return dict(os.environ), torch.get_num_threads(), torch.get_rng_state().tolist(), threading.active_count()
 
 for name in sys.argv[2:]:
-    child = os.fork()  # each one is imported first of all
-    if child == 0:
+    if os.fork() == 0:  # each one is imported first of all
         before = state()
         __import__(name)
         loaded = set(sys.modules) & {"tiktoken", "train_gpt"} - {name}
-        if state() != before or loaded:
-            print(name, "has side effects", loaded, flush=True)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if status:
-        print(name, "cannot be imported")
+        os._exit(state() != before or bool(loaded))
+    if os.wait()[1]:
+        print(name, "cannot be imported, or has side effects")
 """
 
 

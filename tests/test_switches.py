@@ -79,8 +79,6 @@ def test_a_second_target_counts_only_where_the_first_one_and_itself_are_candidat
 def test_a_model_trains_with_attention_and_value_embeddings_in_some_of_its_layers(precision):
     model, losses = trained(attention_layers="0,2", value_layers="2", precision=precision)
     assert losses[-1] < losses[0]
-    assert model.qkvo.shape[0] == 2 * 4
-    assert model.value_embeds.shape == (384, 32)
     log = []
     fp8_static.check_weights(model, 0, SimpleNamespace(fact=lambda *fact: log.append(fact)))
     assert log == []
