@@ -229,7 +229,8 @@ def test_items_are_fetched_once_and_what_is_damaged_or_cannot_be_fetched_is_one_
 def test_hellaswag_of_two_models(items, checkpoint, another, capsys):
     status, out, err = run(capsys, checkpoint[0], another, "--hellaswag")
     assert (status, err) == (0, "") and "nats" not in out
-    for part in ("HellaSwag, %", "HellaSwag normalised, %", "items: 40", "another.safetensors minus", "(preset laptop, step 3)"):
+    for part in ("HellaSwag, %", "HellaSwag normalised, %", "items: 40", "another.safetensors minus",
+                 "(preset laptop, step 3)"):
         assert part in out
 
 

@@ -59,7 +59,7 @@ def test_the_target_of_a_preset_is_not_for_the_steps_that_minutes_choose(text):
 
 def test_a_schedule_of_smaller_batches_reads_the_text_once_and_nearly_all_of_it(text):
     c = t.parse_config([text, "--preset=onepass", "--fit", "--seq_len=128"])
-    assert c.epochs == 1 and 0.9 * 19_000 < sum(t.batch_plan(c)) * c.seq_len <= 19_000
+    assert (c.epochs, c.minutes) == (1, 0) and 0.9 * 19_000 < sum(t.batch_plan(c)) * c.seq_len <= 19_000
 
 
 def test_a_batch_is_no_larger_than_the_largest_of_many_shards():
@@ -171,7 +171,9 @@ def test_the_steps_are_at_most_those_that_the_loader_has_and_nearly_all_of_them(
 
 @pytest.mark.parametrize("keys, sentence", [
     (["--batch_tokens=0"], "--batch_tokens=0 must be at least 1"), (["--minutes=-3"], "--minutes=-3.0 must be at least 0"),
-    (["--batch_tokens=5000"], "--batch_tokens=5000 must be a multiple of 2048")])
+    (["--batch_tokens=5000"], "--batch_tokens=5000 must be a multiple of 2048"),
+    (["--batch_tokens=20480"], "no training shard holds a batch of 20,480 tokens"),
+    (["--minutes=1", "--num_steps=5"], "leave out --minutes or --num_steps")])
 def test_values_that_no_text_fits_are_refused_in_a_sentence(text, keys, sentence):
     with pytest.raises(BadInput, match=sentence):
         t.parse_config([text, *keys])

@@ -159,6 +159,7 @@ def test_a_character_comes_as_soon_as_it_is_complete_and_without_control_charact
 
 @pytest.mark.parametrize("args, part", [
     ([], "MODEL"), (["no.pt", "x"], "no.pt"), (["x", "--temperature=hot"], "hot"), (["x", "--temperature=nan"], "nan"), (["x", "--sample_tokens=-3"], "-3"),
+    (["x", "--seed=-1"], "-1"),
     (["."], "is a folder"),
     (["x", "--sample_tokens=1.5"], "1.5"), (["x", "--device=tpu"], "tpu"),
     (["x", "--temprature=1"], "unrecognized arguments: --temprature=1"), (["x", "y", "z"], "unrecognized arguments: z"),

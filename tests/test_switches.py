@@ -61,7 +61,8 @@ def test_the_token_after_the_next_one_counts_in_gradients_but_not_in_the_loss(ca
     assert losses[0] == pytest.approx(losses[1])
     for ours, reference in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, reference)
-    assert t.setting_of(0, t.parse_config(["--preset=speedrun"])).second_weight == 0.5
+    for option, weight in (("", 0.5), ("=false", 0)):
+        assert t.setting_of(0, t.parse_config(["--preset=speedrun", f"--second_token{option}"])).second_weight == weight
 
 
 def test_a_second_target_counts_only_where_the_first_one_and_itself_are_candidates():
