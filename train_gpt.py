@@ -1839,6 +1839,7 @@ class Run:
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = ranks.Requests(self.device)
+        self.get_state = partial(checkpoints.state_of, self.optimizer)
         batches = islice(shards.batches(run_files.train_paths, c, batch_plan(c)), self.step, None)
         self.batches = shards.ahead(
             host_tensor(shards.packed(batch), self.device) for batch in batches)
@@ -1888,7 +1889,7 @@ class Run:
         have come to all ranks yet. Raises BadInput if a loss is not finite. A collective."""
         for step, loss, others in self.log.arrived(self.step):
             self.requests.hear(others)
-            faults.check_loss("training", loss, step, checkpoints.state_of(self.optimizer))
+            faults.check_loss("training", loss, step, self.get_state)
 
     def save_or_stop(self) -> None:
         """Saves the run (with --save_every) if a save is due or a signal has come; a signal also
@@ -1917,7 +1918,7 @@ class Run:
         self.optimizer.hooks.before_validation()
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        faults.check_loss("validation", loss, self.step, checkpoints.state_of(self.optimizer))
+        faults.check_loss("validation", loss, self.step, self.get_state)
         if ranks.is_rank_0():
             fp8_static.check_weights(self.model, self.step, self.log)
         self.keeper.validated(self.step, loss)

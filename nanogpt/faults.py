@@ -65,13 +65,13 @@ def sentence_of(error: Exception, remedy: str = "") -> str:
     return f"too little memory{remedy}" if re.search(texts, trace) else ""
 
 
-def check_loss(kind: str, loss: float, step: int, state: dict[str, Tensor]) -> None:
+def check_loss(kind: str, loss: float, step: int, state: Callable[[], dict[str, Tensor]]) -> None:
     """Raises BadInput if a loss, which is the same on all ranks, is not finite. `kind` is
-    "training" or "validation", and `state` comes from checkpoints.state_of. The CPU hears of a
-    training loss a step late, when that state may be spoiled. A collective if it raises."""
+    "training" or "validation", and `state` returns what checkpoints.state_of does. The CPU hears of
+    a training loss a step late, when that state may be spoiled. A collective if it raises."""
     if not math.isfinite(loss):
         what = f"the {kind} loss is {loss} at step {step}"
-        check_state(state, what)
+        check_state(state(), what)
         raise BadInput(f"{what}, all weights are finite: an activation overflowed; {LOWER}")
 
 

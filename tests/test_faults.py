@@ -210,4 +210,4 @@ def test_what_a_user_can_mend_is_a_sentence(error, sentence):
 
 def test_a_loss_that_is_infinite_ends_a_run_as_one_that_is_no_number():
     with pytest.raises(BadInput, match="the training loss is inf at step 3, all weights are finite"):
-        faults.check_loss("training", math.inf, 3, {})
+        faults.check_loss("training", math.inf, 3, dict)
