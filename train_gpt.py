@@ -494,7 +494,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 # with inject = first * (the normalised embedding) + past * (what n-grams and matches say). A layer
 # without attention lacks o * attention(...). With --scalars=False all factors are 1, but `first` is
 # 0. `amounts_of`, `embed_inputs`, `block` and `check_weights` rely on this order. A new factor
-# stands before `stream_attn`, is counted in `amounts_of`, and named in `block`.
+# stands just before `stream_attn`, is counted in `amounts_of`, and named in `block`.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,

@@ -131,6 +131,10 @@ def load_model(path: str | Path, device: torch.device | str, script):
     if there is no such model."""
     device = torch.device(device)
     weights, about = read(path)
+    if about.get("code_sha256") not in (None, sha256(script.SOURCE)):
+        complain(f"{path} was trained by another train_gpt.py; what this one computes with it may "
+                 f"be wrong. `python -m records code LOGS/{about['run_id']}.txt FOLDER` writes the "
+                 "other one")
     values = config_values(about["config"], script.Config)
     if values["precision"] == "fp16":  # texts overflow it sooner than training does
         values["precision"] = "bf16"
@@ -148,10 +152,6 @@ def load_model(path: str | Path, device: torch.device | str, script):
     if device.type == "cpu" and not script.CPU_HAS_BF16:
         model.float()
     model.trained_steps = about["step"]
-    if about.get("code_sha256") not in (None, sha256(script.SOURCE)):
-        complain(f"{path} was trained by another train_gpt.py; what this one computes with it may "
-                 f"be wrong. `python -m records code LOGS/{about['run_id']}.txt FOLDER` writes the "
-                 "other one")
     return model
 
 
