@@ -954,7 +954,7 @@ class GPT(nn.Module):
         # Without the compiler FlexAttention would keep the scores of all pairs of tokens. It needs
         # heads of 16 or more.
         self.flex = c.attention == "auto" and as_graphs and c.head_dim >= 16
-        self.add_banks(recipes.PLAIN_DTYPES[recipes.plain_recipe(c)], device, world_size)
+        self.add_banks(recipes.PLAIN_DTYPES[recipes.plain_recipe(c)], world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.ngram_width), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
@@ -967,7 +967,7 @@ class GPT(nn.Module):
             c, choose_recipes(c, device), dict(self.named_parameters()))
         self.call = gpu.caller(as_graphs, self.parameters())  # how `train_step` calls a pass
 
-    def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
+    def add_banks(self, dtype: torch.dtype, world_size: int) -> None:
         wide = torch.promote_types(torch.float32, dtype)
         for name, param in self.params.items():
             rows = param.shape[0]
@@ -978,7 +978,7 @@ class GPT(nn.Module):
             bank_dtype = wide if param.share == "all" else dtype
             if param.optimizer == "rows":
                 bank_dtype = bf16_for_fp16(dtype)  # as they have no float32 originals
-            bank = torch.zeros(rows, *param.shape[1:], dtype=bank_dtype, device=device)
+            bank = torch.zeros(rows, *param.shape[1:], dtype=bank_dtype, device=self.device)
             self.register_parameter(name, nn.Parameter(bank))
 
     def weight(self, name: str) -> Tensor | None:
