@@ -411,8 +411,7 @@ def parse_config(argv: list[str]) -> Config:
 # `StepHooks`, which does nothing for all other recipes.
 
 # A number is divided by a scale before it is rounded to FP8 or FP4. "fp8" and "nvfp4" measure their
-# scales. The others in FP8 have constant scales: "fp8-head" for the head alone, "fp8-mlp" for the
-# MLPs, too, and "fp8-qkv" also for queries, keys and values.
+# scales, those of "fp8-static" are constant.
 # In a row "bf16", "fp32" and "fp16" all mean the model's dtype: --dtype, or by default fp32 or fp16
 # if the row is called so, and else bf16.
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
