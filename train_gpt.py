@@ -737,7 +737,7 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor | floa
     if context.value_embed is not None:
         v = v + context.value_embed.view(T, -1, d)
 
-    # 3. Attention itself. With mix_previous half of each key is the previous token's.
+    # 3. Attention itself.
     k = offset_keys(k, context)
     y = attend(q, k, v, context.mask)
 
@@ -950,8 +950,7 @@ class GPT(nn.Module):
         self.params = parameter_table(c)
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
-        # Without the compiler FlexAttention would keep the scores of all pairs of tokens. It needs
-        # heads of 16 or more.
+        # Without the compiler FlexAttention would keep the scores of all pairs of tokens.
         self.flex = c.attention == "auto" and as_graphs and c.head_dim >= 16
         self.add_banks(recipes.PLAIN_DTYPES[recipes.plain_recipe(c)], world_size)
         generator = torch.Generator().manual_seed(0)
@@ -1003,7 +1002,7 @@ class GPT(nn.Module):
         """The weights of each layer, as views of the banks, and its amounts."""
         c = self.config
         matrices = self.weight("mlp").unbind()
-        qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
+        qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (A, 4, H d, D)
         qkvo_at = dict(zip(c.layers_with_attention, qkvo.unbind()))
         of_layers = [None] * c.num_layers if amounts is None else amounts.of_layers.unbind()
         return [LayerWeights(matrices[2 * i], matrices[2 * i + 1], qkvo_at.get(i), of_layers[i])
@@ -1242,8 +1241,7 @@ class FP8HeadLoss(torch.autograd.Function):
 #
 # Gradients are added over micro-batches, and sent, in the dtype of the bank; but those of rows are
 # added in float32. Transfers run in the background, while the next parameter is being worked on.
-# The tables are worked on in a CUDA stream beside that of the matrices (nanogpt/tables.py). The
-# head can wait for the gradient of a second step. Then it is sent half as often.
+# The tables are worked on in a CUDA stream beside that of the matrices (nanogpt/tables.py).
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
 # GPUs or micro-batches share a batch, but for rounding. (Tables and some recipes round at random,
@@ -1456,8 +1454,7 @@ class Optimizer:
             average.copy_(self.masters[name])
         self.tables.reset()
         self.slices.sums.clear()
-        # The head's gradient of the first of two steps, until the second one adds it
-        # (head_every_second).
+        # The head's gradient of the first of two steps, for the second one (head_every_second).
         self.first_head_gradient = None
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
         self.hooks.reset()
@@ -1527,8 +1524,8 @@ class Optimizer:
             return
         self.updates += 1
 
-        # 2. Update the own part of each parameter, and begin to hand it out. Tables come first,
-        # because they take longest; they hand out nothing yet. Small banks come last.
+        # 2. Update this rank's part of each parameter, and begin to hand it out. Tables come first,
+        # because they take longest; they hand out nothing yet.
         rates = self.rates(lr_factor)
         all_rates = to_device([*rates.values()], self.device)
         self.tables.update(rates, self.hooks.unscale)
