@@ -816,7 +816,7 @@ def embed_inputs(
         # This product gives what a lookup of rows would. But the backward pass of a lookup adds the
         # gradients of all tokens to a few rows, where they wait for each other.
         parts.append(sum(one_hots).to(x.dtype) @ length_vectors.to(x.dtype))
-    if len(reading.induced_token):  # guesses[0]; the recalled one would gain nothing here
+    if len(reading.induced_token):  # only this guess: to add the recalled one gains nothing
         parts.append(guesses[0])
     for_late_mix += guesses
     past = sum(parts) if parts else None
