@@ -535,8 +535,8 @@ class Param(NamedTuple):
     bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon" (3-D), "adam", or that of tables, "rows" (nanogpt/tables.py)
-    lr: float  # which the factor of the schedule and matrix_factors multiply
-    init: Callable[[Tensor], None]  # fills a tensor in place: a float32 one, or a table itself
+    lr: float  # is multiplied by the factor of the schedule, and by matrix_factors
+    init: Callable[[Tensor], None]  # fills a tensor in place: float32 or wider, or a table itself
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
     # (record 43).
@@ -547,7 +547,7 @@ class Param(NamedTuple):
     # Which share of it a rank updates: "slice", "columns" of a table, or "all", for small ones,
     # which are in float32 or wider in the model itself (section 8)
     share: str = "slice"
-    matrix_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
+    matrix_factors: tuple[float, ...] = (1.0,)  # Muon: factors of lr, for the matrices in turn
 
 
 # The banks of which a step looks up rows, and the key under which Reading.rows() (nanogpt/past.py)
