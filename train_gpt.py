@@ -332,10 +332,10 @@ PRESETS: dict[str, dict] = {  # a new one has a line in ABOUT, too
 }
 
 ABOUT = {
-    "gpt2": "the plain transformer of 124M weights with Muon and Adam, to learn from and to "
-            "compare optimizers on, on GPUs",
-    "speedrun": "55M weights for each token and tables, for 585M tokens of FineWeb, on GPUs; aims "
-                "at a loss of 3.28",
+    "gpt2": "the plain transformer of 124M weights with Muon and Adam, on GPUs: to learn from, and "
+            "to compare optimizers",
+    "speedrun": "55M weights, and tables, for 585M tokens of FineWeb, on GPUs; aims at a loss of "
+                "3.28",
     "onepass": "the same model with smaller tables, for 125M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to four minutes on a CPU",
     "char": "a larger model of bytes, for short texts on a GPU",
