@@ -1638,8 +1638,8 @@ def batch_plan(c: Config) -> list[int]:
 
 
 def lr_factor_at(step: int, c: Config) -> float:
-    """The stage's factor. Over the last cooldown_frac of the steps it becomes lr_floor, linearly; a
-    stage with a larger factor lets it jump up, also during these. In `speedrun` it is 1.0 for a
+    """The stage's factor. Over the last cooldown_frac of the steps it becomes lr_floor, linearly.
+    Where a stage with a larger factor begins, it jumps up, even then. In `speedrun` it is 1.0 for a
     quarter of the steps, falls to 0.93, jumps to 1.39 after a third of them, falls to 0.85, jumps
     to 0.95 after two thirds, and ends at 0.30."""
     left = 1 - step / c.num_steps  # part of the steps that is still to come
