@@ -412,8 +412,8 @@ def parse_config(argv: list[str]) -> Config:
 
 # A number is divided by a scale before it is rounded to FP8 or FP4. "fp8" and "nvfp4" measure their
 # scales, those of "fp8-static" are constant.
-# In a row "bf16", "fp32" and "fp16" all mean the model's dtype: --dtype, or by default fp32 or fp16
-# if the row is called so, and else bf16.
+# "bf16", "fp32" and "fp16" all mean the model's dtype. That is --dtype; by default it is fp32 or
+# fp16 in the row of that name, and bf16 in the others.
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
     "fp32": ("fp32",) * 5,
