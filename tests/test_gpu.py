@@ -95,12 +95,13 @@ def call(x):
 """
 
 
-def test_an_edited_operator_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
+@torch._inductor.config.patch(fallback_by_default=True)
+def test_an_edited_operator_is_not_taken_for_the_old_one(tmp_path):
     """Each edit is a new file here. PyTorch's caches are on, and know the call from the others. The
     code of the first one converts nothing: of an operator that returns float32, it would be wrong.
-    """
-    # The code calls PyTorch's own kernels. To compile kernels in C++ would take most of the time.
-    monkeypatch.setattr(torch._inductor.config, "fallback_by_default", True)
+
+    The compiled code calls PyTorch's own kernels (`fallback_by_default`): to compile kernels in C++
+    would take most of the time."""
     for dtype, factor in (("torch.float64", "2"), ("torch.float32", "2"), ("torch.float32", "3")):
         torch._dynamo.reset()
         text = OPERATOR.replace("DTYPE", dtype).replace("FACTOR", factor)
