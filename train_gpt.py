@@ -811,7 +811,7 @@ def embed_inputs(
     guesses = []
     one_hots = []
     for token, length in reading.matches():
-        # A gradient of the embedding here would gain less than the time it takes (TRIED.md).
+        # A gradient of the embedding here gains less than the time it takes (records/TRIED.md).
         guesses.append(norm(F.embedding(token, embedding.detach())) * (length > 0)[:, None])
         one_hots.append(F.one_hot(length, len(length_vectors)))
     if one_hots:
