@@ -220,11 +220,14 @@ class RunFiles(NamedTuple):
 
 def check_run_files(c, plan: shards.Plan, files: list[dict]) -> RunFiles:
     """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
-    something is wrong on one of them, or if their source files or shards differ. A collective."""
+    something is wrong on one of them, or if their source files, shards or saves differ. A
+    collective."""
     found = on_all_ranks(check_data, c, plan)
     facts = {f"code {file['path']}": file["sha256"] for file in files}
     for shard in found.fingerprints:
         facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]
+    if found.saved:  # another host may have an older copy
+        facts["a save of step"] = found.saved["step"]
     compare(facts)
     return found._replace(weights_path=on_all_ranks(try_places, c, found.saved))
 

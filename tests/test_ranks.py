@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, arguments, documents, write_shard
 from processes import STDOUT, TORCHRUN, run, write_driver
 
-from nanogpt import ranks
+from nanogpt import planning, ranks
 from nanogpt.ranks import BadInput
 
 SCRIPT = ROOT / "train_gpt.py"
@@ -71,3 +71,12 @@ def test_what_one_rank_cannot_do_is_said_by_all(monkeypatch, error):
     monkeypatch.setattr(ranks, "all_ranks", lambda sentence: [None, sentence])
     with pytest.raises(BadInput, match="rank 1: no shard"):
         ranks.on_all_ranks(work)
+
+
+def test_hosts_do_not_go_on_from_different_saves(monkeypatch):
+    """Each of several hosts has a copy of its own, which may be older."""
+    found = planning.RunFiles([], None, [], {"step": 7})
+    monkeypatch.setattr(planning, "on_all_ranks", lambda *_: found)
+    monkeypatch.setattr(ranks, "all_ranks", lambda facts: [facts, facts | {"a save of step": 3}])
+    with pytest.raises(BadInput, match="rank 1 has a save of step 3 where rank 0 has 7"):
+        planning.check_run_files(None, [], [])
