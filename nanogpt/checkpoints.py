@@ -54,7 +54,7 @@ def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
         save_file(on_cpu, beside, header)
         # save_file lets nobody else read it. Whoever may read the folder may read the file.
         beside.chmod(path.parent.stat().st_mode & 0o644)
-        with open(beside, "rb") as file:
+        with open(beside, "rb+") as file:  # Windows syncs no file that is open for reading only
             os.fsync(file.fileno())
         os.replace(beside, path)
     except (OSError, SafetensorError) as error:
