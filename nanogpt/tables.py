@@ -38,7 +38,7 @@ from nanogpt.gpu import NO_TRANSFER, SideStream
 from nanogpt.kernels import tl, triton
 from nanogpt.past import PreparedBatch
 from nanogpt.precision.rounding import BF16_GRID, round_to
-from nanogpt.ranks import all_gather, rank_and_world_size
+from nanogpt.ranks import gathered, rank_and_world_size
 
 
 class Table(NamedTuple):
@@ -61,9 +61,9 @@ class Tables:
         update        updates the rows
         finish        makes the main stream wait for that
 
-    Another order of these five raises RuntimeError. To leave a step out, fp16 looks at `gradients`,
-    and calls `reset` in place of `update` and `finish`. Between `finish` and `begin`, whoever else
-    reads the banks calls `complete` first."""
+    Another order of these five raises RuntimeError. To leave a step out, as with fp16, the caller
+    looks at `gradients`, and calls `reset` in place of `update` and `finish`. Between `finish` and
+    `begin`, whoever else reads the banks calls `complete` first."""
 
     def __init__(self, device: torch.device, tables: dict[str, Table]):
         self.side_stream = SideStream(device)
@@ -131,8 +131,7 @@ class Tables:
             rows = torch.arange(len(table.bank), device=table.bank.device)
             for some in rows.split(ROWS_AT_A_TIME):
                 columns = take_columns(table.bank, some, self.rank, self.world_size)
-                parts = columns.new_empty(self.world_size, *columns.shape)
-                all_gather(parts.flatten(0, 1), columns, async_op=True).wait()
+                parts = gathered(columns).unflatten(0, (self.world_size, -1))
                 put_rows(table.bank, some, parts)
 
     def make_room(self, gradients: dict[str, Tensor]) -> None:
