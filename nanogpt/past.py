@@ -105,7 +105,7 @@ class Past:
     c: train_gpt.Config; `bos` begins a document; `recall_table` (R,) is the same on all ranks."""
 
     def __init__(self, c, bos: int, recall_table: Tensor, candidates: Candidates,
-                 as_graphs: bool = False):
+                 as_graphs: bool):
         device = recall_table.device
         self.bos = bos
         self.spellings = torch.from_numpy(spellings.of_vocabulary(c.vocab_size)).to(device)

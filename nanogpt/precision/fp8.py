@@ -108,7 +108,7 @@ class FP8(StepHooks):
     """All matrices in FP8. There are no FP8 weights before `weights_changed` is called with the
     names of all banks. Each rank updates an equal part of their rows."""
 
-    def __init__(self, banks: dict[str, Tensor], all_gather: bool = False):
+    def __init__(self, banks: dict[str, Tensor], all_gather: bool):
         """banks: the model's weights by name"""
         self.all_gather = all_gather
         self.hands_out = ("mlp", "qkvo") if all_gather else ()
@@ -129,7 +129,7 @@ class FP8(StepHooks):
         # The scale is a row's first number: compiled code wants it at a multiple of 16 bytes.
         self.scales = torch.full((int(of_attentions[-1]) + 1, 4), math.nan, device=device)
 
-    def products_of(self, name: str, rows: slice, transposed: bool = False) -> FP8Products:
+    def products_of(self, name: str, rows: slice, transposed: bool) -> FP8Products:
         """The products of a weight (N, K): these rows of a bank, which may have it as (K, N)."""
         weight_bytes = self.weight_bytes[name][rows].flatten(0, -2)
         if transposed:
