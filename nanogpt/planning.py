@@ -258,8 +258,8 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
         plan = [*dict.fromkeys(plan)]
     steps = count_steps(c, plan, train_paths)
     require(steps == len(plan), f"the text in {c.data_dir} lasts for {steps} steps of the "
-            f"{len(plan)}; get more text, let the run fit it (--fit), lower --num_steps, or raise "
-            "--epochs")
+            f"{len(plan)}; get more text, let the run fit it (--fit), lower --batch_tokens or "
+            "--num_steps, or raise --epochs")
     return RunFiles(train_paths, torch.from_numpy(val_tokens), fingerprints, saved)
 
 
