@@ -23,7 +23,8 @@ GPT-2's, or one for each byte.
 
 Blank documents are dropped, and so are those whose text an earlier one has. The others are shuffled
 and divided: 5% of the tokens, but 129 to 10.5M, are for validation (`split_documents`). Memory
-holds all tokens, at two bytes each, and one file at a time.
+holds all tokens, at two bytes each, and the text of up to 256 documents, or of one file if it has
+more.
 
 Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do.
 """
