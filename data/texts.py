@@ -151,8 +151,9 @@ def json_lines(lines: Iterable[str], key: str, path: Path) -> Iterator[str]:
                            "array)")
         if not isinstance(entry.get(key), str):
             keys = f"{', '.join(map(repr, entry)):.200}"
-            raise BadInput(f'{place}: an object without a text as "{key}", with the keys {keys}; '
-                           "name that of its text with --key, or leave such lines out")
+            raise BadInput(f'{place}: an object without a text as "{key}" (which is '
+                           f"{entry.get(key)!r:.40}), with the keys {keys}; name that of its text "
+                           "with --key, or leave such lines out")
         yield entry[key]
 
 

@@ -202,7 +202,7 @@ BAD = [  # name, content, what the sentence says
     ("a.txt", "café".encode("latin-1") * 9, "cp1252 of Windows"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2: no JSON object"),
     ("a.json", INDENTED.encode(), "line 1: no JSON object like {\"text\": \"...\"}; repair it, or write each object on a line: jq -c"),
-    ("a.jsonl", b'{"body": "fine"}\n', "line 1: an object without a text as \"text\", with the keys 'body'; name that of its text with --key"),
+    ("a.jsonl", b'{"body": "fine"}\n', "line 1: an object without a text as \"text\" (which is None), with the keys 'body'; name that of its text with --key"),
     ("a.jsonl", b"[1, 2]\n", "line 1: no JSON object"),
     ("a.ndjson", b'{"text": null}', "line 1: an object without a text"),
     ("a.txt", b"few words", "too few"),
