@@ -131,7 +131,7 @@ def begins_with_object(head: bytes) -> bool:
     """Whether the first line of these bytes is a JSON object, whatever the file is called."""
     try:
         return isinstance(json.loads(head.partition(b"\n")[0]), dict)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
 
 
@@ -143,7 +143,7 @@ def json_lines(lines: Iterable[str], key: str, path: Path) -> Iterator[str]:
         place = f"{path}, line {number}"
         try:
             entry = json.loads(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             entry = None
         if not isinstance(entry, dict):
             raise BadInput(f'{place}: no JSON object like {{"{key}": "..."}}; repair it, or write '
