@@ -49,11 +49,12 @@ def refuse_mixed(logs: list[Log]) -> None:
             for key in differing(first[what], ours):
                 raise ValueError(
                     f"runs of one kind have one {what}, but {key} is {first[what].get(key)!r} in "
-                    f"{logs[0].path} and {ours.get(key)!r} in {log.path}.")
+                    f"{logs[0].path} and {ours.get(key)!r} in {log.path}; put logs of each kind "
+                    "into a folder of their own.")
     seeds = [log.config["seed"] for log in logs]
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"runs of one kind have a seed each; these have {seeds}, from "
-                         f"{logs[0].path} on.")
+                         f"{logs[0].path} on; leave out logs with a seed that another one has.")
 
 
 def pm(values: list[float], digits: int) -> str:
