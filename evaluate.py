@@ -61,7 +61,9 @@ from records.console import end_in_order
 
 LOGITS_AT_A_TIME = 2048  # tokens: their logits over 50,304 tokens take 0.4 GB in float32
 ENDINGS_AT_A_TIME = 32  # in one sequence: a few thousand tokens
-CPU_TOKENS = 16_384  # most tokens of a sequence on a CPU: keys and values are copied there
+# Most tokens of a sequence on a CPU. There each block of queries has a copy of the keys and values
+# that it may see, which takes memory.
+CPU_TOKENS = 16_384
 progress = partial(tqdm, unit=" sequences", leave=False, disable=None)  # a bar on a terminal
 
 

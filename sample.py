@@ -76,8 +76,8 @@ def continued(model, text: str, count: int, temperature: float = 0.8,
               seed: int = 0) -> Iterator[str]:
     """The text, then a piece for each token that the model adds to it: at most `count`, up to the
     end of the document or of the model's sequences. A piece may be empty, as a character may take
-    several tokens. If the text leaves no room in a sequence for `count` tokens, or for half of one,
-    the model reads the end of it. Control characters are replaced (`harmless`)."""
+    several tokens. If the text leaves room in a sequence neither for `count` tokens nor for half of
+    the sequence, the model reads the end of it. Control characters are replaced (`harmless`)."""
     encode, to_bytes = codec(model.config.vocab_size)
     tokens = [model.bos, *encode(text)]
     most = model.config.seq_len
