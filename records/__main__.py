@@ -17,6 +17,8 @@ from . import compare, record
 from .console import end_in_order
 from .log import PER_RUN, Log, read_bytes, read_log, read_logs
 
+REFUSED = OSError, ValueError, ModuleNotFoundError  # shown as a sentence; the last one for scipy
+
 
 def write_code(log: Log, folder: Path) -> None:
     """Writes all files that ran in a run into a new folder. Raises ValueError if it is there."""
@@ -103,5 +105,4 @@ def work(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    refused = OSError, ValueError, ModuleNotFoundError
-    sys.exit(end_in_order("records", work, sys.argv[1:], refused))
+    sys.exit(end_in_order("records", work, sys.argv[1:], REFUSED))

@@ -10,14 +10,14 @@ import scipy.stats
 
 from nanogpt import command_line
 from records import compare, console, log, record
-from records.__main__ import work
+from records.__main__ import REFUSED, work
 
 SOURCE = "print('the script')\n"
 OTHER = "X = 1\n"
 
 
 def main(argv):
-    return console.end_in_order("records", work, argv, (OSError, ValueError, LookupError))
+    return console.end_in_order("records", work, argv, REFUSED)
 
 
 def sha(text):
