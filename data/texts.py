@@ -150,10 +150,10 @@ def json_lines(lines: Iterable[str], key: str, path: Path) -> Iterator[str]:
                            "each object on a line: jq -c . OLD > NEW.jsonl (jq -c '.[]' for an "
                            "array)")
         if not isinstance(entry.get(key), str):
+            found = f"{json.dumps(entry[key]):.40}, not a text" if key in entry else "missing"
             keys = f"{', '.join(map(repr, entry)):.200}"
-            raise BadInput(f'{place}: an object without a text as "{key}" (which is '
-                           f"{entry.get(key)!r:.40}), with the keys {keys}; name that of its text "
-                           "with --key, or leave such lines out")
+            raise BadInput(f'{place}: "{key}" is {found}; the keys are {keys}. Name that of the '
+                           "text with --key, or leave such lines out")
         yield entry[key]
 
 

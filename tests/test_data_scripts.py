@@ -202,9 +202,9 @@ BAD = [  # name, content, what the sentence says
     ("a.txt", "café".encode("latin-1") * 9, "cp1252 of Windows"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2: no JSON object"),
     ("a.json", INDENTED.encode(), "line 1: no JSON object like {\"text\": \"...\"}; repair it, or write each object on a line: jq -c"),
-    ("a.jsonl", b'{"body": "fine"}\n', "line 1: an object without a text as \"text\" (which is None), with the keys 'body'; name that of its text with --key"),
+    ("a.jsonl", b'{"body": "fine"}\n', "line 1: \"text\" is missing; the keys are 'body'. Name that of the text with --key"),
     ("a.jsonl", b"[1, 2]\n", "line 1: no JSON object"),
-    ("a.ndjson", b'{"text": null}', "line 1: an object without a text"),
+    ("a.ndjson", b'{"text": null}', "line 1: \"text\" is null, not a text"),
     ("a.txt", b"few words", "too few"),
     ("a.txt", b"", "no text"),
     ("absent.txt", None, "check the path"),
@@ -239,7 +239,7 @@ def test_a_mistake_in_json_lines_of_a_folder_ends_it_as_good_lines_would_be_lost
     write(tmp_path / "in" / "a.txt", STORY)
     write(tmp_path / "in" / "e.jsonl", LINES + '{"body": "fine"}\n')
     message = refusal(capsys, run_prepare, tmp_path / "in")
-    assert "e.jsonl, line" in message and "name that of its text with --key" in message
+    assert "e.jsonl, line" in message and "Name that of the text with --key" in message
 
 
 @pytest.mark.parametrize("name, content, part", [
