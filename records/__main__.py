@@ -17,7 +17,7 @@ from . import compare, record
 from .console import end_in_order
 from .log import PER_RUN, Log, read_bytes, read_log, read_logs
 
-REFUSED = OSError, ValueError, ModuleNotFoundError  # shown as a sentence; the last one for scipy
+REFUSED = OSError, ValueError  # shown as a sentence
 
 
 def write_code(log: Log, folder: Path) -> None:

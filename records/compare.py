@@ -3,7 +3,7 @@ import statistics
 from pathlib import Path
 
 from .log import machine_name, read_logs
-from .record import ALPHA, differing, pm, refuse_mixed, shared
+from .record import ALPHA, differing, pm, refuse_mixed, scipy_stats, shared
 
 
 def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -> str:
@@ -12,8 +12,7 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     head = f"{what}: B - A = {difference:+.{digits}f}{unit}"
     if min(len(a), len(b)) < 2 or len(set(a)) == len(set(b)) == 1:
         return f"{head}; no test: it needs two runs or more on each side, with some deviation"
-    from scipy import stats  # of requirements-dev.txt
-    test = stats.ttest_ind(b, a, equal_var=False)
+    test = scipy_stats().ttest_ind(b, a, equal_var=False)
     interval = test.confidence_interval(0.95)
     text = (f"{head} (95 % from {interval.low:+.{digits}f} to {interval.high:+.{digits}f}, "
             f"Welch's p = {test.pvalue:.2g})")

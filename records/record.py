@@ -57,6 +57,15 @@ def refuse_mixed(logs: list[Log]) -> None:
                          f"{logs[0].path} on; leave out logs with a seed that another one has.")
 
 
+def scipy_stats():
+    """The module scipy.stats, which training does not need. Raises ValueError without scipy."""
+    try:
+        from scipy import stats
+    except ModuleNotFoundError:
+        raise ValueError("statistics need scipy: pip install scipy") from None
+    return stats
+
+
 def pm(values: list[float], digits: int) -> str:
     """Mean and sample deviation as text. A single value has no deviation."""
     moments = [statistics.fmean(values)]
@@ -69,7 +78,6 @@ class Record:
     """What follows from logs, with two free texts. Raises ValueError if a run has no place here."""
 
     def __init__(self, name: str, logs: list[Log], claim: str, data_name: str):
-        from scipy import stats  # of requirements-dev.txt
         for log in logs:
             for fault, is_so in (("was interrupted or has no end", log.interrupted),
                                  ("was resumed", log.config.get("resume")),
@@ -87,7 +95,7 @@ class Record:
         self.target = logs[0].end["target"]
         self.p = None  # of "the true mean loss is below the target", by Student's t test
         if len(set(self.losses)) > 1:  # else there is no deviation to judge by
-            self.p = stats.ttest_1samp(self.losses, self.target, alternative="less").pvalue
+            self.p = scipy_stats().ttest_1samp(self.losses, self.target, alternative="less").pvalue
         self.p_text = "no test" if self.p is None else f"p = {self.p:.2g}"
         self.machine = machine_name(logs[0].environment, logs[0].config)
 

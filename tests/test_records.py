@@ -4,6 +4,7 @@ References: logs written here by hand, scipy for the tests, the bytes of the log
 import dataclasses
 import hashlib
 import json
+import sys
 
 import pytest
 import scipy.stats
@@ -188,6 +189,13 @@ def test_compare_says_what_differs_and_whether_it_may_be_chance(tmp_path, capsys
     assert f"loss: B - A = -0.1000 (95 % from -0.1416 to -0.0584, Welch's p = {p:.2g}): B is lower" in out
     assert "time: B - A = +0.000 s" in out and "not significant" in out
     assert "code: another train_gpt.py;" in out
+
+
+def test_without_scipy_a_comparison_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    sides = [write_runs(tmp_path / side, losses) for side, losses in (("a", (4.0, 4.1)), ("b", (4.2, 4.3)))]
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
+    assert main(["compare", *sides]) == 2
+    assert capsys.readouterr().err == "records: statistics need scipy: pip install scipy\n"
 
 
 def test_a_run_that_did_not_come_to_its_end_is_not_compared(tmp_path, capsys):
