@@ -413,6 +413,15 @@ def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, ki
     assert set(found[:, 1].tolist()) == {0, *lengths} and len(found[:, 0].unique()) >= 2, "else it would show little"
 
 
+def test_where_ngrams_share_a_place_only_those_with_the_same_last_two_tokens_find_what_was_written():
+    table = torch.zeros(1, dtype=torch.int32)  # one place for all
+    written, other = torch.tensor([[11], [5]]), torch.tensor([[12], [5]])  # hashes of the last two, and of the last three
+    past.write_recall(table, written, torch.tensor([7]), (3,))
+    for hashes, expected in ((written, (7, 3)), (other, (0, 0))):
+        token, length = past.recalled_tokens(table, hashes, (3,))
+        assert (token.item(), length.item()) == expected
+
+
 # -------------------------------------------------------------------------------- a sample of the vocabulary
 
 
