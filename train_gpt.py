@@ -13,8 +13,8 @@ Read it first as --preset=gpt2 runs it, the plain transformer: PLAIN_MODEL (sect
 is without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 4;
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
 over the whole vocabulary; and there are no tables, so that `Tables` only adds up the gradients of
-the token embedding's rows. On the way through the model, a part that is off is None (numbers of
-rows, guesses and candidates: an empty tensor), or returns early.
+the token embedding's rows. On the way through the model, a part that is off is None (row numbers,
+guesses and candidates: an empty tensor), or returns early.
 
 The rest lives in folders: data/ makes and reads shards, records/ writes logs and judges them, and
 nanogpt/ has the tables, what follows from the text alone, kernels, compilation, low precision,
@@ -167,8 +167,8 @@ class Config(RunConfig):
         0.0065, "Adam's learning rate for output head and token embedding; MUDD "
         "(late_mix) has a quarter of it")
     head_every_second: bool = key(
-        False, "update the head, which is the token embedding, too, in every second step only, by "
-        "the sum of two gradients; that of a last odd step is dropped")
+        False, "update the head, and with it the token embedding, in every second step only, by "
+        "the sum of two gradients; the gradient of a last odd step is dropped")
     average_frac: float = key(
         0.0, "time constant of a moving average of all weights but those of tables, as a part of "
         "the steps; the last validation is of weights half-way between this average and the last "
@@ -191,9 +191,9 @@ class Config(RunConfig):
     induced: bool = key(
         True, "guess the next token by the longest match earlier in the document")
     recall_rows: int = key(
-        0, "entries of a table of what came next in the training text; it stays empty with more "
-        "than one of --epochs, because a text that is read again would be known by heart. Each "
-        "takes 4 bytes on every GPU, and in checkpoints and saves. 0: no such guesses",
+        0, "entries of a table of what came next in the training text; it stays empty if --epochs "
+        "is above 1, because a text that is read again would be known by heart. Each takes 4 bytes "
+        "on every GPU, and in checkpoints and saves. 0: no such guesses",
         least=0)
     recall_for: str = key(
         "3,4,6", "for how many last tokens this table is looked up; the longest match counts")
@@ -482,9 +482,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------
 # 4. Parameters and layers
-#
-# `embed_inputs` gets a Reading (nanogpt/past.py), which is what follows from the tokens alone:
-# where documents begin, hashes of n-grams, and guesses.
 
 # Learned factors of the parts of a layer, and their initial values. Those of the stream are
 # logarithms. With x the residual stream, a layer computes in effect (`amounts_of` says how)
@@ -514,7 +511,7 @@ class Amounts(NamedTuple):
 
 
 def amounts_of(scalars: Tensor) -> Amounts:
-    """scalars (L, len(SCALARS)) -> amounts with which no layer has to multiply the stream.
+    """scalars (L, len(SCALARS)) -> amounts, so that no layer has to multiply the stream.
 
     Suppose that the stream begins with x, and that there are two factors f and g. After them it is
     g (f x + a) + b = f g x + g a + b. So the model multiplies each part, when it adds it, by all
@@ -782,7 +779,7 @@ SIGN_ROWS = 8191
 
 def embed_inputs(
         embedded: Tensor,  # (T, D), the embedding of the tokens
-        reading: Reading,
+        reading: Reading,  # what follows from the tokens alone (nanogpt/past.py)
         ngrams: Tensor | None,  # (G T, W), the rows of their n-grams
         embedding: Tensor,  # (V, D), that of all tokens
         length_vectors: Tensor | None,  # (lengths, D)
@@ -1408,7 +1405,7 @@ def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
 
 class Optimizer:
     """Updates all parameters by Muon, Adam and `Tables`. The ranks share the work, if there is a
-    process group. To make one is a collective."""
+    process group. Making an Optimizer is a collective."""
 
     def __init__(self, model: GPT):
         self.model = model
@@ -1739,7 +1736,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     setting = setting_of(step, c)
 
     # 1. The main CUDA stream and that of `Past` wait for each other (`meet`). The CPU waits until
-    # the used rows are counted, and the ranks send each other these rows (`begin`).
+    # the used rows are counted. Then the ranks send each other these rows (`begin`).
     model.past.meet()
     optimizer.tables.begin(batch)
 
@@ -1771,7 +1768,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
 @torch.no_grad()
 def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
                           setting: Setting) -> Tensor:
-    """The loss, a sum over tokens. Weights in fp16 become bf16, in which nothing overflows."""
+    """inputs and targets (T,) -> the loss, a sum over tokens. Weights in fp16 become bf16, in which
+    nothing overflows."""
     weights = {
         name: bank.bfloat16() for name, bank in model.named_parameters()
         if bank.dtype == torch.float16}
@@ -1885,8 +1883,8 @@ class Run:
     def read_messages(self) -> None:
         """Reads the messages of the first `self.step` steps, and waits for them. Later ones may not
         have come to all ranks yet. Raises BadInput if a loss is not finite. A collective."""
-        for step, loss, others in self.log.arrived(self.step):
-            self.requests.hear(others)
+        for step, loss, numbers in self.log.arrived(self.step):
+            self.requests.hear(numbers)
             faults.check_loss("training", loss, step, self.get_state)
 
     def save_or_stop(self) -> None:
@@ -1932,7 +1930,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
     device = ranks.start_process(kind, LOCAL_GPU, c.join_timeout)
     about_run = journal.describe_run(SOURCE)
-    # Hosts may have their data in other folders; the shards are compared by their sums.
+    # Hosts may have their data in other folders; the shards are compared by their fingerprints.
     ranks.compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
                    if name != "data_dir"} | {"code train_gpt.py": about_run["code_sha256"]})
     recipe_names = choose_recipes(c, device)
@@ -1988,7 +1986,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.say(f"ready after {startup_s:.1f} s")
-    STOP.end_after_a_step()  # by a signal, when all ranks can end together
+    STOP.end_after_a_step()  # from now on a signal ends all ranks together
     run.train()
     gc.unfreeze()  # else Triton would report what Python does not free at its end
 
@@ -1997,9 +1995,9 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 trained to the end; 1 a crash; 2 bad input, a folder that cannot be written
-    to, too little memory, or a loss that is not finite; 129, 130 or 143, as a shell shows it, ended
-    by a signal. Under torchrun each error is 1."""
+    """Exit status: 0 trained to the end; 1 a crash; 2 bad input, a folder or weights that cannot
+    be written, too little memory, or a loss that is not finite; 129, 130 or 143, as a shell shows
+    it, ended by a signal. Under torchrun each error is 1."""
     return faults.run(lambda at_end: train(parse_config(argv), at_end), STOP)
 
 
